@@ -17,7 +17,7 @@ from transformers.utils.versions import require_version
 INSTALL = 'A MoTE needs: pip install -U "transformers>=5.17" "sentence-transformers>=6.0", or `mote export` an expert'
 require_version("transformers>=5.17", INSTALL)
 
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig  # noqa: E402
+from transformers import AutoConfig, PreTrainedConfig  # noqa: E402
 
 logger: Any = logging.get_logger(__name__)
 
@@ -60,6 +60,13 @@ def alternatives(name: str, known: Iterable[str]) -> str:
     known = list(known)
     nearest = [f" Did you mean {match!r}?" for match in difflib.get_close_matches(str(name), known, n=1)]
     return f"{''.join(nearest)} Available: {', '.join(map(repr, known)) or 'none'}."
+
+
+def require_known(name: object, known: Iterable[str], what: str) -> None:
+    """Raise `ValueError` for a name that is not among the known ones; the message has the nearest one."""
+    known = list(known)
+    if name not in known:
+        raise ValueError(f"Unknown {what} {name!r}." + alternatives(str(name), known))
 
 
 def _of_backbone(name: str, doc: str) -> property:
@@ -131,14 +138,10 @@ class MoTEConfig(PreTrainedConfig):
         """Fill in the defaults and validate."""
         backbone: Any = copy.deepcopy(self.backbone_config or {"model_type": "nomic_bert"})  # it may be changed
         if isinstance(backbone, dict):
-            model_type = backbone.pop("model_type", None)
-            if model_type not in CONFIG_MAPPING:
-                raise ValueError(f"backbone_config has a model_type that this transformers lacks: {model_type!r}")
-            backbone = CONFIG_MAPPING[model_type](**backbone)
+            backbone = AutoConfig.for_model(backbone.pop("model_type", None), **backbone)
         self.backbone_config = backbone
-        if isinstance(self.experts, str):
-            raise ValueError(f"experts must be a list of names, got the string {self.experts!r}")  # noqa: TRY004
-        self.experts = list(PAPER_INSTRUCTIONS if self.experts is None else self.experts)
+        experts = PAPER_INSTRUCTIONS if self.experts is None else self.experts
+        self.experts = [experts] if isinstance(experts, str) else list(experts)
         own_names = {expert: expert for expert in self.experts}
         unseen = {task: like for task, like in UNSEEN_TASKS.items() if like in own_names}
         self.tasks = {**own_names, **unseen, **(self.tasks or {})}
@@ -161,16 +164,11 @@ class MoTEConfig(PreTrainedConfig):
         return result
 
     def load_only(self, experts: str | Iterable[str]) -> None:
-        """Choose the experts whose weights a model of this config has, or will load.
-
-        Raises:
-            ValueError: If an expert is not among those present.
-        """
+        """Choose the experts whose weights to load, among those that are present."""
         selected = [experts] if isinstance(experts, str) else list(experts)
         present = self.available_experts
         for name in selected:
-            if name not in present:
-                raise ValueError(f"Expert {name!r} is not in this checkpoint." + alternatives(name, present))
+            require_known(name, present, "expert")
         self.loaded_experts = [name for name in present if name in selected]
         self.validate()
 
@@ -178,14 +176,12 @@ class MoTEConfig(PreTrainedConfig):
         """Check names, references between them, sizes and layer indices; raise `ValueError` on the first problem."""
         self._validate_experts()
         for task, expert in self.tasks.items():
-            if expert not in self.experts:
-                raise ValueError(f"Task {task!r} names the expert {expert!r}." + alternatives(expert, self.experts))
+            require_known(expert, self.experts, f"expert of task {task!r}:")
             if task in self.experts and task != expert:
                 raise ValueError(f"Task {task!r} must go to the expert of its own name, not to {expert!r}")
-        if (default := self.default_task) is not None and default not in self.tasks:
-            raise ValueError(f"default_task {default!r} is not a task." + alternatives(default, self.tasks))
-        if self.pooling not in self.pooling_modes:
-            raise ValueError(f"Unknown pooling {self.pooling!r}." + alternatives(self.pooling, self.pooling_modes))
+        if self.default_task is not None:
+            require_known(self.default_task, self.tasks, "default_task")
+        require_known(self.pooling, self.pooling_modes, "pooling")
         if (self.layer_path is None) != (self.shared_modules is None):
             raise ValueError("layer_path and shared_modules describe one architecture: set both or neither")
         self._validate_instructions()
@@ -195,20 +191,17 @@ class MoTEConfig(PreTrainedConfig):
         self.tasks = {task: self.tasks[task] for task in [*self.experts, *others] if task in self.tasks}
 
     def _validate_experts(self) -> None:
-        if not self.experts:
-            raise ValueError("experts must name at least one expert")
         for name in self.experts:
             if not isinstance(name, str) or not EXPERT_NAME.fullmatch(name):
                 raise ValueError(f"Expert name {name!r} must be one word of letters, digits, '_' and '-'")
-        if repeated := sorted({name for name in self.experts if self.experts.count(name) > 1}):
-            raise ValueError(f"Expert names must differ; repeated: {', '.join(map(repr, repeated))}")
+        if not self.experts or len(set(self.experts)) < len(self.experts):
+            raise ValueError(f"experts must be a list of different names, at least one, got {self.experts}")
         if self.loaded_experts is not None and not set() < set(self.loaded_experts) <= set(self.experts):
             raise ValueError(f"loaded_experts {self.loaded_experts!r} must be some of the experts {self.experts!r}")
 
     def _validate_instructions(self) -> None:
         for task in self.instructions:
-            if task not in self.tasks:
-                raise ValueError(f"Instruction for an unknown task {task!r}." + alternatives(task, self.tasks))
+            require_known(task, self.tasks, "task of an instruction:")
         if type(self.route_by_text) is not bool:
             raise ValueError(f"route_by_text must be True or False, got {self.route_by_text!r}")
         if not self.routes_by_task:
@@ -260,8 +253,8 @@ class MoTEConfig(PreTrainedConfig):
                 "No task, and the model has no default_task. Pass `task=`; or load with from_pretrained(…, "
                 "default_task=…), in a pipeline with model_kwargs={'default_task': …}." + alternatives("", self.tasks)
             )
-        if not isinstance(task, str) or (expert := self.tasks.get(task)) is None:
-            raise ValueError(f"Unknown task {task!r}." + alternatives(task, self.tasks))
+        require_known(task, self.tasks, "task")
+        expert = self.tasks[task]
         if self.loaded_experts is not None and expert not in self.loaded_experts:
             raise ValueError(
                 f"Task {task!r} needs the expert {expert!r}, which was not loaded: experts={self.loaded_experts}"
@@ -273,9 +266,9 @@ class MoTEConfig(PreTrainedConfig):
         return self.instructions.get(task, self.instructions.get(self.tasks[task], ""))
 
     def task_of_prompt(self, name: str, text: str) -> str | None:
-        """Return the task whose prompt this is, under its own name or one of MTEB's; None: another prompt.
+        """Return the task that a prompt belongs to, by its own name or one of MTEB's; None if there is none.
 
-        It may be reworded, but not into the instruction of another task.
+        A different wording is accepted unless it is another task's instruction.
         """
         task = name if name in self.tasks else MTEB_PROMPTS.get(name)
         known = task in self.tasks and (text == self.instruction_of(task) or text not in self._tasks_of_instructions())

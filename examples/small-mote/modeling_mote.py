@@ -32,7 +32,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import TransformersKwargs, cached_file, can_return_tuple
 
 from .architectures_mote import MPNetBackbone, architecture_of
-from .configuration_mote import MoTEConfig, alternatives
+from .configuration_mote import MoTEConfig, require_known
 from .mixed_batch_mote import groups_of
 
 SEQUENCE_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "position_ids")
@@ -218,16 +218,20 @@ class MoTEModel(PreTrainedModel):
         Raises:
             ValueError: If `task` is invalid for this model or batch, or an argument is unknown.
         """
-        self._refuse_unknown(kwargs)
-        sequences = present_inputs(input_ids, inputs_embeds, attention_mask, token_type_ids, position_ids)
+        for name in kwargs:
+            if name not in self.arguments:  # the backbone would drop it without a word, `taks=` for example
+                require_known(name, self.own_arguments, "argument")
+        inputs = (input_ids, inputs_embeds, attention_mask, token_type_ids, position_ids)
+        sequences = {name: value for name, value in zip(SEQUENCE_INPUTS, inputs, strict=True) if value is not None}
+        return self._route(task, task_ids, sequences, kwargs)
+
+    def _route(
+        self, task: str | list[str] | None, task_ids: torch.Tensor | None, sequences: dict, kwargs: dict
+    ) -> BaseModelOutputWithPooling:
+        """Run a batch: `sequences` holds those of `SEQUENCE_INPUTS` that are given, the tokens first."""
         if task_ids is None and (task is None or isinstance(task, str)):
             return self._run(sequences, {**kwargs, "expert": self.config.expert_of(task)})
         return self._run_groups(task, task_ids, sequences, kwargs)
-
-    def _refuse_unknown(self, kwargs: dict) -> None:
-        """Raise `ValueError` for an argument that the backbone would drop without a word, such as `taks=`."""
-        if unknown := [name for name in kwargs if name not in self.arguments]:
-            raise ValueError(f"Unknown argument {unknown[0]!r}." + alternatives(unknown[0], self.own_arguments))
 
     def _run(self, sequences: dict[str, torch.Tensor], kwargs: dict) -> BaseModelOutputWithPooling:
         """Run rows with the same routing: the computation of the dense model, and pooling."""
@@ -239,8 +243,8 @@ class MoTEModel(PreTrainedModel):
         out = run(**sequences, **kwargs)
         length = out.last_hidden_state.shape[1]  # of the longest row of a group
         mask: Any = sequences.get("attention_mask") if to_pool is None else to_pool[:, :length]
-        if to_pool is not None and not mask.any(dim=1).all():
-            raise ValueError(f"No token to pool in the rows {(~mask.any(dim=1)).nonzero().flatten().tolist()}")
+        if to_pool is not None:
+            require_tokens(mask)
         pooled = pool(out.last_hidden_state, mask, self.config.pooling)
         return self.output_class(pooler_output=pooled, **{name: out.get(name) for name in self.outputs})
 
@@ -369,9 +373,11 @@ class MoTEModel(PreTrainedModel):
         raise RuntimeError("A MoTE cannot run in nn.DataParallel: start one process per GPU (torchrun), or use one GPU")
 
 
-def present_inputs(*inputs: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Map the names in `SEQUENCE_INPUTS` to those of the five inputs that are given; the tokens come first."""
-    return {name: value for name, value in zip(SEQUENCE_INPUTS, inputs, strict=True) if value is not None}
+def require_tokens(mask: torch.Tensor | None) -> None:
+    """Raise `ValueError` if a row of a pooling mask, [B, L], has no token to pool."""
+    # Tensors of other classes, from which memory is estimated, have no values; a compiled graph does not look at them.
+    if type(mask) is torch.Tensor and not torch.compiler.is_compiling() and (empty := ~mask.any(dim=1)).any():
+        raise ValueError(f"No token to pool in the rows {empty.nonzero().flatten().tolist()}")
 
 
 def pool(hidden: torch.Tensor, attention_mask: torch.Tensor | None, mode: str) -> torch.Tensor:

@@ -41,7 +41,7 @@ def run(source: Path, out: Path, *options: Any) -> int:
     ("options", "message"),
     [
         (["--expert", "items"], "attribute 'items' already exists"),
-        (["--task", "topics=clusterin"], "Task 'topics' names the expert 'clusterin'. Did you mean 'clustering'?"),
+        (["--task", "topics=clusterin"], "Unknown expert of task 'topics': 'clusterin'. Did you mean 'clustering'?"),
         (["--layers", "2"], "got [2]: the backbone has 2 layers, from 0 to 1"),
         (["--layers", "0,1,0"], "got [0, 1, 0]: the backbone has 2 layers"),
         (["--layers", "-1"], "got [-1]: the backbone has 2 layers"),

@@ -230,11 +230,11 @@ def test_eight_bits_are_not_trained(name: str) -> None:
 @pytest.mark.parametrize(
     ("way", "message"),
     [
-        ({}, "either by expert_rank or by expert_bits"),
-        ({"rank": 2, "bits": 8}, "either by expert_rank or by expert_bits"),
+        ({}, "Set either expert_rank or expert_bits=8"),
+        ({"rank": 2, "bits": 8}, "Set either expert_rank or expert_bits=8"),
         ({"rank": 0}, "expert_rank must be from 1 to 16, the full rank of the experts' matrices, got 0"),
         ({"rank": 17}, "must be from 1 to 16"),
-        ({"bits": 4}, "expert_bits must be 8, got 4"),
+        ({"bits": 4}, "Set either expert_rank or expert_bits=8, got expert_rank=None and expert_bits=4"),
     ],
 )
 def test_invalid_ranks_and_bits(way: dict[str, int], message: str) -> None:
@@ -380,8 +380,8 @@ def test_models_in_memory_with_code_of_their_own(
     [
         (["--rank", "3"], 0, ""),
         (["--bits", "8"], 0, ""),
-        ([], 1, "either by expert_rank or by expert_bits"),
-        (["--rank", "2", "--bits", "8"], 1, "either by expert_rank or by expert_bits"),
+        ([], 1, "Set either expert_rank or expert_bits=8"),
+        (["--rank", "2", "--bits", "8"], 1, "Set either expert_rank or expert_bits=8"),
         (["--rank", "99"], 1, "expert_rank must be from 1 to 16, the full rank of the experts' matrices, got 99"),
         (["--rank", "two"], 2, "two"),
     ],

@@ -85,7 +85,10 @@ def test_the_list(with_legal: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["add", "{}", "clusterin", "--name", "x"], "Unknown expert 'clusterin'. Did you mean 'clustering'?"),
         (["add", "{}", "clustering"], "needs a name of its own: give it one with `--name`"),
-        (["add", "{}", "clustering", "--name", "clustering"], "Expert names must differ; repeated: 'clustering'"),
+        (
+            ["add", "{}", "clustering", "--name", "clustering"],
+            "experts must be a list of different names, at least one, got ",
+        ),
         (["add", "{}", "mean", "--name", "a.b"], "must be one word"),
         (["add", "{}", "{}", "--name", "x"], "is a whole MoTE, not a dense model: `mote experts extract` writes one"),
         (

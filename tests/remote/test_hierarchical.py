@@ -163,7 +163,6 @@ def test_the_loss_reaches_the_router_in_use() -> None:
     ("settings", "message"),
     [
         ({"backbone_config": {"model_type": "bert"}}, "must be that of a token-routed model, got 'bert'"),
-        ({"layer_path": "layers", "shared_modules": ["self_attn"]}, "layer_path follows from backbone_config, it is"),
         ({"backbone_config": {"num_experts_per_tok": 9}}, "from 1 to 4, the number of experts, got 9"),
         ({"mote_layers": [12]}, "the backbone has 12 layers"),
     ],

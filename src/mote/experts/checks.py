@@ -1,23 +1,16 @@
-"""Checks of a model before its experts are used."""
+"""Checks of a model and its config before experts are used."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
 from mote.checkpoints.reading import require_expert
 from mote.checkpoints.tensors import require_unquantised
-from mote.remote.configuration_mote import alternatives
 
 if TYPE_CHECKING:
     from mote.remote.configuration_mote import MoTEConfig
     from mote.remote.modeling_mote import MoTEModel
-
-
-def require_known(name: str, known: Sequence[str], what: str) -> None:
-    """Raise `ValueError` for a name that is not among the known ones; the message has the nearest one."""
-    if name not in known:
-        raise ValueError(f"Unknown {what} {name!r}." + alternatives(name, known))
 
 
 def require_task_experts(config: "MoTEConfig") -> None:

@@ -12,7 +12,7 @@ from mote.checkpoints.reading import open_mote
 from mote.checkpoints.st_settings import INSTRUCTION_POOLING, check_instruction_pooling, write_instruction_pooling
 from mote.checkpoints.tokens import with_end_token
 from mote.checkpoints.transform import Verb, transform
-from mote.experts.checks import require_known
+from mote.remote.configuration_mote import require_known
 
 if TYPE_CHECKING:
     from mote.remote.modeling_mote import MoTEModel

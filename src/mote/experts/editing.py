@@ -16,11 +16,11 @@ from mote.checkpoints.tensors import weight_name
 from mote.checkpoints.transform import Verb
 from mote.experts.artefact import ExpertArtefact
 from mote.experts.blocks import set_experts
-from mote.experts.checks import require_editable, require_known, require_same_shapes
+from mote.experts.checks import require_editable, require_same_shapes
 from mote.experts.dense import weights_of_blocks
 from mote.experts.means import mean_of_experts
 from mote.remote.architectures_mote import architecture_of
-from mote.remote.configuration_mote import PAPER_INSTRUCTIONS, MoTEConfig
+from mote.remote.configuration_mote import PAPER_INSTRUCTIONS, MoTEConfig, require_known
 
 if TYPE_CHECKING:
     from mote.remote.modeling_mote import MoTEModel

@@ -13,10 +13,10 @@ from mote.checkpoints.tensors import weight_name, without_head
 from mote.checkpoints.transform import Verb
 from mote.experts import editing
 from mote.experts.artefact import ExpertArtefact
-from mote.experts.checks import require_editable, require_known, require_mergeable
+from mote.experts.checks import require_editable, require_mergeable
 from mote.experts.exporting import native_model
 from mote.experts.means import mean, mean_of_experts
-from mote.remote.configuration_mote import MoTEConfig
+from mote.remote.configuration_mote import MoTEConfig, require_known
 
 if TYPE_CHECKING:
     from mote.remote.modeling_mote import MoTEModel

@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 from mote.experts.blocks import set_experts
-from mote.experts.checks import require_known, require_plain_weights, require_task_experts
+from mote.experts.checks import require_plain_weights, require_task_experts
 from mote.inference.stores import CpuStore, DiskStore
-from mote.remote.configuration_mote import MoTEConfig
+from mote.remote.configuration_mote import MoTEConfig, require_known
 
 if TYPE_CHECKING:
     from mote.remote.modeling_mote import MoTEModel

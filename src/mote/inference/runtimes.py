@@ -18,8 +18,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from mote import hub
 from mote.checkpoints.st_settings import instruction_pooling_in
-from mote.experts.checks import require_known
 from mote.inference.loading import first_line, load_encoder
+from mote.remote.configuration_mote import require_known
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer

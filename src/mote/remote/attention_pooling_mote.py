@@ -21,7 +21,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from .configuration_mote import MoTEConfig
-from .modeling_mote import MoTEModel, pool
+from .modeling_mote import MoTEModel, pool, require_tokens
 
 try:
     from sentence_transformers.sentence_transformer.modules import Pooling
@@ -157,9 +157,7 @@ class AttentionPoolingModel(MoTEModel):
         hidden: Any = out.last_hidden_state
         attention_mask = sequences.get("attention_mask")
         mask: Any = attention_mask if chosen is None else chosen[:, : hidden.shape[1]]
-        has_values = type(mask) is torch.Tensor and not torch.compiler.is_compiling()  # estimates of memory have none
-        if has_values and not mask.any(dim=1).all():
-            raise ValueError(f"No token to pool in the rows {(~mask.any(dim=1)).nonzero().flatten().tolist()}")
+        require_tokens(mask)
         pooled = pool(self.pooling(hidden, attention_mask), mask, "mean").to(hidden.dtype) if self.pools else None
         out.pooler_output = pooled
         return out
@@ -195,8 +193,7 @@ class AttentionPooling(Pooling):
             mask = pooled["attention_mask"] = features["pooling_mask"]
         elif not self.include_prompt and "prompt_length" in features and mask is not None:
             mask = mask.cumsum(dim=1) > torch.as_tensor(features["prompt_length"], device=mask.device).view(-1)[:1]
-        if mask is not None and not torch.compiler.is_compiling() and not mask.any(dim=1).all():
-            raise ValueError(f"No token to pool in the rows {(~mask.any(dim=1)).nonzero().flatten().tolist()}")
+        require_tokens(mask)
         features["sentence_embedding"] = super().forward(pooled, **kwargs)["sentence_embedding"].to(hidden.dtype)
         return features
 

@@ -45,10 +45,11 @@ class CompressedConfig(MoTEConfig):
     def validate(self) -> None:
         """Check the settings; raise `ValueError` on the first invalid one."""
         super().validate()
-        if (self.expert_rank is None) == (self.expert_bits is None):
-            raise ValueError("Experts are compressed either by expert_rank or by expert_bits: set one of them")
-        if self.expert_bits not in (None, 8):
-            raise ValueError(f"expert_bits must be 8, got {self.expert_bits!r}")
+        if (self.expert_rank, self.expert_bits).count(None) != 1 or self.expert_bits not in (None, 8):
+            raise ValueError(
+                f"Set either expert_rank or expert_bits=8, got expert_rank={self.expert_rank} and "
+                f"expert_bits={self.expert_bits}"
+            )
 
 
 class LowRankLinear(nn.Module):

@@ -31,12 +31,11 @@ from .token_routing_mote import (
 class HierarchicalMoTEConfig(MoTEConfig):
     """Configuration of a [`HierarchicalMoTEModel`]: that of a MoTE, over the config of a token-routed model.
 
-    `backbone_config` is a [`TokenRoutedConfig`], or its dict; it has the settings of the routers. It also determines
-    where the layers are, and what experts share (`layer_path`, `shared_modules`).
+    `backbone_config` is a [`TokenRoutedConfig`], or its dict; it has the settings of the routers, and determines
+    `layer_path` and `shared_modules`.
 
     Raises:
-        ValueError: As in `MoTEConfig`; or if `backbone_config` is not that of a token-routed model, or `layer_path` or
-            `shared_modules` contradict it.
+        ValueError: As in `MoTEConfig`; or if `backbone_config` is not that of a token-routed model.
     """
 
     model_type = "mote_hierarchical"
@@ -59,14 +58,7 @@ class HierarchicalMoTEConfig(MoTEConfig):
             raise ValueError(f"backbone_config must be that of a token-routed model, got {given!r}")
         self.backbone_config = TokenRoutedConfig(**backbone) if isinstance(backbone, dict) else backbone
         architecture = architecture_of(self.backbone_config)
-        described = {
-            "layer_path": f"backbone.{architecture.layer_path}",
-            "shared_modules": [*architecture.shared_modules],
-        }
-        for name, value in described.items():
-            if getattr(self, name) not in (None, value):
-                raise ValueError(f"{name} follows from backbone_config, it is {value!r}: leave it out")
-            setattr(self, name, value)
+        self.layer_path, self.shared_modules = f"backbone.{architecture.layer_path}", [*architecture.shared_modules]
         super().__post_init__(**kwargs)
 
 
@@ -88,6 +80,7 @@ class HierarchicalMoTEModel(MoTEModel):
             config, TokenRoutedModel._from_config(config.backbone_config) if backbone is None else backbone
         )
         routed: Any = self.backbone
+        self.arguments |= routed.arguments
         routed.arguments.add("expert")  # which its layers take
 
     def _shared_modules(self, layer: nn.Module) -> tuple[str, ...]:

@@ -91,11 +91,8 @@ class InstructedTransformer(Transformer):
         else:
             starts, whole = list(prompt), [start + text for start, text in zip(prompt, inputs, strict=True)]
             prompt = None
-        features = super().preprocess(whole, prompt, processing_kwargs, task=task, **kwargs)
-        encodings = getattr(features, "encodings", None)
-        if not encodings or features["modality"] != "text":
-            kind = features.get("modality")
-            raise ValueError(f"Instructions are left out of the pooling of texts, and these inputs are a {kind!r}")
+        features: Any = super().preprocess(whole, prompt, processing_kwargs, task=task, **kwargs)
+        encodings = features.encodings
         texts = [(prompt or "") + _text_of(each) for each in whole]
         instructions = [start or self._instruction_in(text) for start, text in zip(starts, texts, strict=True)]
         rows = zip(encodings, instructions, strict=True)

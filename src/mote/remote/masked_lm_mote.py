@@ -127,17 +127,6 @@ class MoTEForMaskedLM(MoTEModel):
         share = {} if balance_share is None else {"balance_share": balance_share}
         return super().forward(*inputs, **share, return_dict=True)
 
-    @staticmethod
-    def _load_pretrained_model(model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Raise an error if a folder was saved without a head: the library would initialise a random one."""
-        saved_as = model.config.architectures
-        if saved_as and not any(name.endswith("ForMaskedLM") for name in saved_as):
-            raise ValueError(
-                "This MoTE was saved without a head for masked language modelling: keep that of the source with "
-                "`mote upcycle --with-head`"
-            )
-        return MoTEModel._load_pretrained_model(model, *args, **kwargs)
-
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """As in the base class; also lets `AutoModel` find the model without its head."""
         headless = next(each for each in type(self).__mro__ if vars(each).get("_auto_class") == "AutoModel")

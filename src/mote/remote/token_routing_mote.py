@@ -27,10 +27,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import use_experts_implementation
 from transformers.modeling_outputs import BaseModelOutputWithPooling
-from transformers.utils import can_return_tuple
 
-from .configuration_mote import PAPER_INSTRUCTIONS, MoTEConfig, alternatives
-from .modeling_mote import MoTEModel, present_inputs
+from .configuration_mote import PAPER_INSTRUCTIONS, MoTEConfig, require_known
+from .modeling_mote import MoTEModel
 
 
 class FeedForward(NamedTuple):
@@ -104,9 +103,7 @@ class TokenRoutedConfig(MoTEConfig):
         total, count = self.num_experts, self.num_experts_per_tok
         if not 1 <= count <= total:
             raise ValueError(f"num_experts_per_tok must be from 1 to {total}, the number of experts, got {count}")
-        formula = self.router_aux_loss_type
-        if formula not in LOSS_FACTORS:
-            raise ValueError(f"Unknown router_aux_loss_type {formula!r}." + alternatives(formula, LOSS_FACTORS))
+        require_known(self.router_aux_loss_type, LOSS_FACTORS, "router_aux_loss_type")
 
     def load_only(self, experts: str | Iterable[str]) -> None:
         """Refuse: a text needs all experts.
@@ -378,13 +375,17 @@ def _submodule_or_identity(layer: nn.Module, path: str | None) -> nn.Module:
 
 @dataclass
 class TokenRoutedOutput(BaseModelOutputWithPooling):
-    """Output of a [`TokenRoutedModel`]: see its `forward`."""
+    """Output of a [`TokenRoutedModel`]: `router_logits` are [B, L, E] for each routed block, if requested."""
 
     router_logits: tuple[torch.Tensor, ...] | None = None
 
 
 class TokenRoutedModel(MoTEModel):
     """A dense encoder in whose blocks each token goes through the experts that a router picks.
+
+    `forward` takes two arguments more than that of `MoTEModel`: `output_router_logits=True` returns the logits of each
+    block's router; `balance_share` is the share of one row in a training step, 1 / number of rows, so that the
+    load-balancing losses of the step's forward passes add up to one loss (default: a pass is a whole step).
 
     Args:
         config: Backbone, experts, tasks, routing.
@@ -411,58 +412,25 @@ class TokenRoutedModel(MoTEModel):
     def _make_block(self, layer: nn.Module) -> nn.Module:
         return TokenRoutedBlock(layer, FEED_FORWARDS[self.config.backbone_config.model_type], self.config)
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        task: str | list[str] | None = None,
-        task_ids: torch.Tensor | None = None,
-        output_router_logits: bool = False,
-        balance_share: float | None = None,
-        **kwargs: Any,
+    def _route(
+        self, task: str | list[str] | None, task_ids: torch.Tensor | None, sequences: dict, kwargs: dict
     ) -> TokenRoutedOutput:
-        """Embed a batch, each token through the experts that the routers pick.
-
-        Args:
-            input_ids: Tokens, [B, L].
-            attention_mask: 1 for tokens, 0 for padding, [B, L].
-            token_type_ids: Segments, [B, L], if the backbone has them.
-            position_ids: Positions, [B, L] or [1, L].
-            inputs_embeds: Token embeddings instead of `input_ids`, [B, L, H].
-            task: Not needed; an unknown task is still an error.
-            task_ids: Not needed; checked like `task`.
-            output_router_logits: Return the logits of each block's router.
-            balance_share: In training, the share of one row in a training step, 1 / number of rows, so that the
-                load-balancing losses of the step's forward passes add up to one loss. None: this pass counts as a
-                whole step.
-            **kwargs: Arguments of the backbone (`output_hidden_states`, `output_attentions` …).
-
-        Returns:
-            As `MoTEModel.forward`, and `router_logits`, [B, L, E] for each routed block, if requested.
-
-        Raises:
-            ValueError: If a task or an argument is unknown, or there is not one task per row.
-        """
-        self._refuse_unknown(kwargs)
-        sequences = present_inputs(input_ids, inputs_embeds, attention_mask, token_type_ids, position_ids)
+        """Run a batch; a task is not needed, but an unknown one is an error."""
         rows = next(iter(sequences.values())).shape[0]
         if task is not None or task_ids is not None:
             self._experts_of_rows(task, task_ids, rows)
         if "cu_seq_lens_q" in kwargs:  # sequences without padding, concatenated in one row
             rows = len(kwargs["cu_seq_lens_q"]) - 1
+        share, with_logits = kwargs.pop("balance_share", None), kwargs.pop("output_router_logits", False)
         mask = sequences.get("attention_mask")
         logits: list[torch.Tensor] = []
         routing = TokenRouting(
             token_mask=mask.bool() if mask is not None and mask.dim() == 2 else None,
-            loss_weight=self.config.router_aux_loss_coef * (1.0 if balance_share is None else rows * balance_share),
-            record=logits.append if output_router_logits else None,
+            loss_weight=self.config.router_aux_loss_coef * (1.0 if share is None else rows * share),
+            record=logits.append if with_logits else None,
         )
         out = self._run(sequences, {**kwargs, "routing": routing})
-        return TokenRoutedOutput(**out, router_logits=tuple(logits) if output_router_logits else None)
+        return TokenRoutedOutput(**out, router_logits=tuple(logits) if with_logits else None)
 
 
 TokenRoutedConfig.register_for_auto_class()
