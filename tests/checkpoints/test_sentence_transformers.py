@@ -105,7 +105,7 @@ def test_a_module_outside_of_the_source_is_not_copied(tmp_path: Path) -> None:
     for path in ("../secret", "1_Pooling/../../secret", str(tmp_path / "secret"), "", "."):
         modules[1]["path"] = path
         (source / "modules.json").write_text(json.dumps(modules))
-        with pytest.raises(ValueError, match="source has a module that is not in a folder of its own"):
+        with pytest.raises(ValueError, match=r"leads out of the modules of .*source, and is not copied"):
             upcycle(str(source), tmp_path / "out")
 
 
@@ -159,7 +159,7 @@ def test_links_out_of_the_source_are_not_followed(target: str, cached: Path, tmp
     (tmp_path / "secret" / "key").write_text("private")
     (cached.parents[1] / "blobs" / "456").symlink_to(tmp_path / "secret" / "key")
     (cached / "1_Pooling" / "leak").symlink_to(target.format(tmp=tmp_path))
-    with pytest.raises(ValueError, match=r"leak is a link to a file outside of .*abc.*which is not copied"):
+    with pytest.raises(ValueError, match=r"leak leads out of the modules of .*abc, and is not copied"):
         upcycle(str(cached), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -168,5 +168,5 @@ def test_a_module_that_is_a_link_out_of_the_source_is_not_followed(cached: Path,
     shutil.copytree(cached / "1_Pooling", tmp_path / "secret")
     shutil.rmtree(cached / "1_Pooling")
     (cached / "1_Pooling").symlink_to(tmp_path / "secret")
-    with pytest.raises(ValueError, match="is a link to a file outside of"):
+    with pytest.raises(ValueError, match="1_Pooling leads out of the modules of"):
         upcycle(str(cached), tmp_path / "out")

@@ -25,7 +25,7 @@ from sentence_transformers.sparse_encoder.modules import SpladePooling
 from transformers import AutoModel, BertConfig, BertModel
 
 from mote import configure, experts, plan_upcycling, transform, upcycle
-from mote.checkpoints.st_settings import copy_code
+from mote.checkpoints.st_settings import SPARSE_POOLING, Module, Pipeline
 from mote.inference.loading import load_encoder
 from mote.remote.sparse_pooling_mote import HighestLogits, SparsePooling
 
@@ -142,7 +142,7 @@ def test_code_replaces_a_link_and_not_its_target(tmp_path: Path) -> None:
     (tmp_path / "start").mkdir()
     (tmp_path / "source/sparse_pooling_mote.py").write_text("# of the source")
     (tmp_path / "start/sparse_pooling_mote.py").symlink_to(tmp_path / "source/sparse_pooling_mote.py")
-    copy_code("sparse_pooling_mote.SparsePooling", tmp_path / "start")
+    Pipeline([Module(SPARSE_POOLING, "")], {}, {}).write(tmp_path / "start")
     assert (tmp_path / "source/sparse_pooling_mote.py").read_text() == "# of the source"
     assert not (tmp_path / "start/sparse_pooling_mote.py").is_symlink()
 
@@ -237,7 +237,7 @@ def test_settings_that_do_not_fit(source: Path, splade: Path, tmp_path: Path) ->
     edit_json(tmp_path / "dense" / "config_sentence_transformers.json", model_type="SparseEncoder")
     modules = read_json(tmp_path / "dense" / "modules.json")
     (tmp_path / "dense" / "modules.json").write_text(json.dumps([*modules, modules[1]]))
-    with pytest.raises(ValueError, match="is a sparse encoder with the modules Transformer, SpladePooling, Splade"):
+    with pytest.raises(ValueError, match="got one with the modules Transformer, SpladePooling, SpladePooling"):
         upcycle(tmp_path / "dense", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="sparse_from must be 'embeddings' or 'head', got 'x'"):

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from mote.checkpoints.st_settings import Pipeline
 from mote.files import read_json, write_json
 
 logger = logging.getLogger(__name__)
@@ -66,31 +67,27 @@ def write_plainly(folder: Path, model: PreTrainedModel) -> None:
         folder / "tokenizer_config.json",
         lambda settings: _plain_tokenizer_config(_without_lost_code(settings, folder), model),
     )
-    modules = read_json(folder / "modules.json", list)
-    for module in modules:
-        name = module["type"].rsplit(".", 1)[-1]
-        if name == "TextPooling":  # with code of its own
-            _edit(folder / module["path"] / "config.json", plain_pooling)
-        if not module["type"].startswith("sentence_transformers.") or name not in _MODULES:
-            continue
-        module["type"] = _LONG_LIVED + name
-        if name == "Pooling":
-            _edit(folder / module["path"] / "config.json", plain_pooling)
-        elif name == "Dense":
-            _edit(folder / module["path"] / "config.json", lambda settings: _without_defaults(settings, "Dense"))
-    _edit(folder / "sentence_bert_config.json", lambda settings: _plain_transformer(settings, folder, model))
-    write_json(folder / "modules.json", modules)
+    pipeline = Pipeline.read(folder)
+    for module in pipeline.modules:
+        if module.type.startswith("sentence_transformers.") and module.name in _MODULES:
+            module.type = _LONG_LIVED + module.name
+            module.settings = _without_defaults(module.settings, module.name)
+        if module.pools:
+            module.settings = plain_pooling(module.settings)
+    if pipeline.transformer:
+        pipeline.transformer = _plain_transformer(pipeline.transformer, folder, model)
+    pipeline.write(folder)
 
 
 def pooling_modes(settings: Settings) -> list[str]:
     """Return the poolings of a Pooling module, given its settings in the old or the new form."""
     modes = settings.get("pooling_mode", [mode for mode, flag in POOLING_FLAGS.items() if settings.get(flag)])
-    return [modes] if isinstance(modes, str) else list(modes)
+    return [modes] if isinstance(modes, str) else list(modes) or ["mean"]
 
 
 def plain_pooling(settings: Settings) -> Settings:
     """Name the poolings of a module by flags, which old and new releases of Sentence-Transformers read."""
-    modes = pooling_modes(settings) or ["mean"]
+    modes = pooling_modes(settings)
     if modes != [mode for mode in POOLING_FLAGS if mode in modes]:
         logger.warning("The poolings %s, in this order, are read by Sentence-Transformers 5.4 and later only", modes)
         return settings
@@ -137,9 +134,8 @@ def _plain_transformer(settings: Settings, folder: Path, model: PreTrainedModel)
 
 
 def _without_defaults(settings: Settings, module: str) -> Settings:
-    return {
-        key: value for key, value in settings.items() if key not in _DEFAULTS[module] or value != _DEFAULTS[module][key]
-    }
+    default = _DEFAULTS.get(module, {})
+    return {key: value for key, value in settings.items() if key not in default or value != default[key]}
 
 
 def _lower_casing(tokenizer: Settings) -> Settings:

@@ -1,13 +1,12 @@
-"""Settings in Sentence-Transformers' files: which vectors a model gives, and whether it pools its instructions."""
+"""Sentence-Transformers' files of a model: its modules, which vectors it gives, whether it pools its instructions."""
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from mote import remote
 from mote.files import read_json, write_json
-from mote.remote.configuration_mote import alternatives
 
 MODULES = "modules.json"
 TRANSFORMER_SETTINGS = "sentence_bert_config.json"
@@ -26,54 +25,188 @@ ATTENTION_POOLING_MODULE = "attention_pooling_mote.AttentionPooling"
 TEXT_POOLING = "instruction_mote.TextPooling"
 SPARSE_POOLING = "sparse_pooling_mote.SparsePooling"
 HYBRID_POOLING = "sparse_pooling_mote.HybridPooling"
-OUR_POOLINGS = (SPARSE_POOLING, HYBRID_POOLING, TEXT_POOLING, ATTENTION_POOLING_MODULE)
 
 # First module of a model that pools all tokens → of a model that leaves instructions out.
 _INSTRUCTED = {
     TRANSFORMER: "instruction_mote.InstructedTransformer",
     OUR_TRANSFORMER: "task_instruction_mote.InstructedMoTETransformer",
 }
-INSTRUCTED = tuple(_INSTRUCTED.values())
+
+# Files of our modules that import another one.
+_IMPORTS = {"task_instruction_mote.py": ("instruction_mote.py", "sentence_transformer_mote.py")}
+_INSTRUCTION_CODE = ("instruction_mote.py", "task_instruction_mote.py")
+
+# The settings of the first module, under the names for which Sentence-Transformers looks, in this order.
+_KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 
 
 # Modules -------------------------------------------------------------------------------------------------------------
 
 
-def read_modules(folder: Path) -> list[dict[str, Any]]:
-    """Read the modules of a model, ours by the names that they have without this package; empty if it has none."""
-    modules = read_json(folder / MODULES, list, missing_ok=True)
-    for module in modules:
-        module["type"] = module["type"].removeprefix(f"{remote.__name__}.")
-    return modules
+@dataclass
+class Module:
+    """A module of a Sentence-Transformers model.
+
+    Attributes:
+        type: Import path of its class; one of ours by the name that it has without this package.
+        path: Its folder within the model's; empty for the first.
+        settings: Content of its config.json; empty for the first.
+        others: Other entries of modules.json.
+    """
+
+    type: str
+    path: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    others: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Name of its class."""
+        return self.type.rpartition(".")[2]
+
+    @property
+    def pools(self) -> bool:
+        """Whether it pools tokens into one vector by a rule without weights."""
+        return self.name in ("Pooling", "TextPooling")
+
+    @property
+    def is_known(self) -> bool:
+        """Whether its class belongs to Sentence-Transformers or to this package."""
+        return self.type.startswith("sentence_transformers.") or self.code is not None
+
+    @property
+    def code(self) -> Path | None:
+        """The file of its class, if it is one of ours."""
+        file = Path(remote.__file__).with_name(f"{self.type.partition('.')[0]}.py")
+        return file if file.is_file() else None
 
 
-def name_of(module: dict[str, Any]) -> str:
-    """Return the name of a module's class."""
-    return str(module["type"]).rpartition(".")[2]
+@dataclass
+class Pipeline:
+    """A Sentence-Transformers model on disk.
+
+    Attributes:
+        modules: Its modules; none if the folder is not a Sentence-Transformers model.
+        transformer: Settings of the first module.
+        model: Settings of the model: prompts, similarity, kind of encoder.
+    """
+
+    modules: list[Module]
+    transformer: dict[str, Any]
+    model: dict[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path) -> "Pipeline":
+        """Read the files in a folder."""
+        modules = []
+        for index, entry in enumerate(read_json(folder / MODULES, list, missing_ok=True)):
+            kind, path = entry.pop("type").removeprefix(f"{remote.__name__}."), entry.pop("path")
+            own = read_json(folder / path / "config.json", missing_ok=True) if index else {}
+            modules.append(Module(kind, path, own, entry))
+        settings = (read_json(folder / f"sentence_{kind}_config.json", missing_ok=True) for kind in _KINDS)
+        return cls(modules, next(filter(None, settings), {}), read_json(folder / MODEL_SETTINGS, missing_ok=True))
+
+    def write(self, folder: Path) -> None:
+        """Write the files into a folder, with the code of our modules."""
+        listed = [
+            {**module.others, "idx": index, "name": str(index), "path": module.path, "type": module.type}
+            for index, module in enumerate(self.modules)
+        ]
+        contents = {MODULES: listed, TRANSFORMER_SETTINGS: self.transformer, MODEL_SETTINGS: self.model}
+        contents |= {f"{module.path}/config.json": module.settings for module in self.modules[1:]}
+        for name, content in contents.items():
+            if read_json(folder / name, type(content), missing_ok=True) != content:
+                write_json(folder / name, content)
+        code = {file.name for module in self.modules if (file := module.code)}
+        code |= {name for file in code for name in _IMPORTS.get(file, ())}
+        for name in code.union(_INSTRUCTION_CODE):
+            (folder / name).unlink(missing_ok=True)  # it may be a link to the source's
+        for name in code:
+            shutil.copy(Path(remote.__file__).with_name(name), folder)
+
+    @property
+    def retrieval(self) -> "Retrieval":
+        """The vectors that the model gives."""
+        if not self.modules or self.model.get("model_type") != SPARSE_ENCODER:
+            return Retrieval()
+        names, last = [module.name for module in self.modules], self.modules[-1].settings
+        kept = self.model.get("max_active_dims")
+        if names[1:] == ["SpladePooling"]:
+            return Retrieval("sparse", "head", kept)
+        if names[1:] == ["SparsePooling"]:
+            return Retrieval("sparse", last["sparse_from"], kept)
+        if len(names) == 3 and names[2] == "HybridPooling":
+            return Retrieval("hybrid", last["sparse_from"], last["max_active_dims"], last["weight"])
+        raise ValueError(
+            f"A sparse encoder needs a Transformer and a SpladePooling, got one with the modules {', '.join(names)}"
+        )
+
+    def set_retrieval(self, retrieval: "Retrieval") -> None:
+        """Let the model give sparse or hybrid vectors."""
+        first, *others = self.modules
+        hybrid, from_head = retrieval.kind == "hybrid", retrieval.sparse_from == "head"
+        # A normalised dense score would be negligible beside the sparse one.
+        kept = [module for module in others if hybrid and module.name == "Pooling"]
+        if hybrid and not kept:
+            raise ValueError("The dense part of hybrid vectors needs a pooling, which this model does not have")
+        if hybrid:
+            names = ("sparse_from", "weight", "max_active_dims")
+            settings = {**{name: getattr(retrieval, name) for name in names}, "retrieval": "hybrid"}
+            last = Module(HYBRID_POOLING, "2_HybridPooling", settings)
+        elif from_head:
+            # The strategy and activation of a source's own stay.
+            own = [module for module in others if module.name == "SpladePooling"]
+            last = Module(SPLADE_POOLING, "1_SpladePooling", own[0].settings if own else {"pooling_strategy": "max"})
+        else:
+            last = Module(SPARSE_POOLING, "1_SparsePooling", {"sparse_from": "embeddings"})
+        self.modules = [first, *kept, last]
+        for name in ("transformer_task", "modality_config", "module_output_name"):  # the task sets them by default
+            self.transformer.pop(name, None)
+        if from_head:
+            self.transformer["transformer_task"] = "fill-mask"
+        if from_head and hybrid:  # hidden states, from which the pooling computes the head's logits
+            self.transformer["modality_config"] = {
+                "text": {"method": "embed", "method_output_name": "last_hidden_state"}
+            }
+            self.transformer["module_output_name"] = "token_embeddings"
+        self.model |= {"model_type": SPARSE_ENCODER, "similarity_fn_name": "dot"}
+        self.model.pop("max_active_dims", None)
+        if not hybrid and retrieval.max_active_dims is not None:  # the library's limit would cut the dense part, too
+            self.model["max_active_dims"] = retrieval.max_active_dims
+
+    @property
+    def instruction_pooling(self) -> str:
+        """Whether the model pools its instructions, as one of `POOLED`."""
+        instructed = self.modules and self.modules[0].type in _INSTRUCTED.values()
+        return str(self.transformer.get(INSTRUCTION_POOLING, "excluded")) if instructed else "included"
+
+    def set_instruction_pooling(self, value: str) -> None:
+        """Let the model pool its instructions or not, as one of `POOLED`."""
+        require_poolable(value, self.retrieval.kind)
+        included = value == "included"
+        first, *others = self.modules
+        first.type = first_module(first.type, included)
+        pooling = [module for module in others if module.pools or "include_prompt" in module.settings]
+        if not pooling and not included:
+            raise ValueError("This model has no module that pools tokens, so no instruction can be left out of it")
+        for module in pooling:
+            module.settings["include_prompt"] = included
+            if module.pools:
+                module.type = POOLING if included else TEXT_POOLING
+        self.transformer.pop(INSTRUCTION_POOLING, None)
+        if not included:
+            self.transformer[INSTRUCTION_POOLING] = value
 
 
-def names_of(types: tuple[str, ...]) -> list[str]:
-    """Return the names of classes."""
-    return [name_of({"type": one}) for one in types]
+def first_module(module_type: str, included: bool) -> str:
+    """Return the counterpart of a first module that pools its instructions, or of one that leaves them out."""
+    for plain, instructed in _INSTRUCTED.items():
+        if module_type.rpartition(".")[2] in (plain.rpartition(".")[2], instructed.rpartition(".")[2]):
+            return plain if included else instructed
+    return module_type
 
 
-def copy_code(module_type: str, folder: Path) -> None:
-    """Copy the file of one of our modules into a model's folder."""
-    code = Path(remote.__file__).with_name(f"{module_type.partition('.')[0]}.py")
-    (folder / code.name).unlink(missing_ok=True)  # it may be a link to the source's
-    shutil.copy(code, folder)
-
-
-def copy_instruction_code(modules: list[dict[str, Any]], folder: Path) -> None:
-    """Copy the code of the modules that leave instructions out into a model's folder, and no other such code."""
-    for name in (*INSTRUCTED, TEXT_POOLING):
-        (folder / f"{name.partition('.')[0]}.py").unlink(missing_ok=True)
-    for name in {module["type"] for module in modules}.intersection((*INSTRUCTED, TEXT_POOLING)):
-        for file in (name, TEXT_POOLING):  # which all of them import
-            copy_code(file, folder)
-
-
-# Vectors for retrieval -----------------------------------------------------------------------------------------------
+# Vectors and instructions ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -121,87 +254,22 @@ def wanted_retrieval(
 
 def retrieval_in(folder: Path) -> Retrieval:
     """Read from Sentence-Transformers' files which vectors a model gives."""
-    modules = read_modules(folder)
-    settings = read_json(folder / MODEL_SETTINGS, missing_ok=True)
-    if not modules or settings.get("model_type") != SPARSE_ENCODER:
-        return Retrieval()
-    kept = settings.get("max_active_dims")
-    names = [name_of(module) for module in modules]
-    own = read_json(folder / modules[-1]["path"] / "config.json", missing_ok=True)
-    if names[1:] == ["SpladePooling"]:
-        return Retrieval("sparse", "head", kept)
-    if names[1:] == ["SparsePooling"]:
-        return Retrieval("sparse", own["sparse_from"], kept)
-    if len(names) == 3 and names[2] == "HybridPooling":
-        return Retrieval("hybrid", own["sparse_from"], own["max_active_dims"], own["weight"])
-    raise ValueError(
-        f"{folder.name} is a sparse encoder with the modules {', '.join(names)}: expected a Transformer and a "
-        "SpladePooling"
-    )
+    return Pipeline.read(folder).retrieval
 
 
 def write_retrieval(folder: Path, retrieval: Retrieval) -> None:
     """Rewrite Sentence-Transformers' files in a folder, so that its model gives sparse or hybrid vectors."""
-    first, *others = read_modules(folder)
-    hybrid = retrieval.kind == "hybrid"
-    kept = [module for module in others if hybrid and name_of(module) == "Pooling"]
-    if hybrid and not kept:
-        raise ValueError(f"{folder.name} has no pooling, which the dense part of hybrid vectors needs")
-    own, settings = _sparse_pooling(retrieval)
-    if own == SPLADE_POOLING and names_of(tuple(module["type"] for module in others)) == ["SpladePooling"]:
-        settings = read_json(folder / others[0]["path"] / "config.json")  # its strategy and activation stay
-    for module in others:
-        if module not in kept:  # a normalised dense score would be negligible beside the sparse one
-            shutil.rmtree(folder / module["path"])
-    if own in OUR_POOLINGS:
-        copy_code(own, folder)
-    path = f"{len(kept) + 1}_{own.rpartition('.')[2]}"
-    modules = [first, *kept, {"path": path, "type": own}]
-    write_json(folder / MODULES, [{**one, "idx": index, "name": str(index)} for index, one in enumerate(modules)])
-    write_json(folder / path / "config.json", settings)
-    transformer = read_json(folder / TRANSFORMER_SETTINGS)
-    for name in ("transformer_task", "modality_config", "module_output_name"):  # the task sets them by default
-        transformer.pop(name, None)
-    if retrieval.needs_head:
-        transformer["transformer_task"] = "fill-mask"
-    if retrieval.needs_head and hybrid:  # hidden states, from which the pooling computes the head's logits
-        transformer["modality_config"] = {"text": {"method": "embed", "method_output_name": "last_hidden_state"}}
-        transformer["module_output_name"] = "token_embeddings"
-    write_json(folder / TRANSFORMER_SETTINGS, transformer)
-    model = read_json(folder / MODEL_SETTINGS)
-    limit = None if hybrid else retrieval.max_active_dims  # the library's limit would cut the dense part, too
-    model |= {"model_type": SPARSE_ENCODER, "similarity_fn_name": "dot", "max_active_dims": limit}
-    write_json(folder / MODEL_SETTINGS, {name: value for name, value in model.items() if value is not None})
-
-
-def _sparse_pooling(retrieval: Retrieval) -> tuple[str, dict[str, Any]]:
-    """Return the last module's type and settings."""
-    if retrieval.kind == "hybrid":
-        names = ("sparse_from", "weight", "max_active_dims")
-        return HYBRID_POOLING, {**{name: getattr(retrieval, name) for name in names}, "retrieval": "hybrid"}
-    if retrieval.sparse_from == "head":
-        return SPLADE_POOLING, {"pooling_strategy": "max"}
-    return SPARSE_POOLING, {"sparse_from": retrieval.sparse_from}
-
-
-# Pooling of instructions ---------------------------------------------------------------------------------------------
-
-
-def check_instruction_pooling(value: str, vectors: str = "dense") -> str:
-    """Return the value if it is one of `POOLED` and fits the kind of vectors, else raise `ValueError`."""
-    if value not in POOLED:
-        raise ValueError(f"Unknown {INSTRUCTION_POOLING} {value!r}." + alternatives(str(value), POOLED))
-    if value != "included" and vectors != "dense":
-        raise ValueError(f"Instructions can only be left out of the pooling of dense vectors, got {vectors} ones")
-    return value
+    pipeline = Pipeline.read(folder)
+    before = {module.path for module in pipeline.modules}
+    pipeline.set_retrieval(retrieval)
+    for path in before - {module.path for module in pipeline.modules}:
+        shutil.rmtree(folder / path)
+    pipeline.write(folder)
 
 
 def instruction_pooling_in(folder: Path) -> str:
     """Read whether a model pools its instructions, as one of `POOLED`."""
-    modules = read_modules(folder)
-    if not modules or name_of(modules[0]) not in names_of(INSTRUCTED):
-        return "included"
-    return str(read_json(folder / TRANSFORMER_SETTINGS).get(INSTRUCTION_POOLING, "excluded"))
+    return Pipeline.read(folder).instruction_pooling
 
 
 def write_instruction_pooling(folder: Path, value: str) -> dict[str, Any]:
@@ -210,31 +278,13 @@ def write_instruction_pooling(folder: Path, value: str) -> dict[str, Any]:
     Returns:
         No details for `mote.json`: the setting is already recorded with the step.
     """
-    included = check_instruction_pooling(value, retrieval_in(folder).kind) == "included"
-    modules = read_modules(folder)
-    modules[0]["type"] = first_module(modules[0]["type"], included)
-    pooled = False
-    for module in modules[1:]:
-        own = read_json(folder / module["path"] / "config.json", missing_ok=True)
-        pools = name_of(module) in ("Pooling", "TextPooling")
-        if pools:
-            module["type"] = POOLING if included else TEXT_POOLING
-        if pools or "include_prompt" in own:
-            pooled = True
-            write_json(folder / module["path"] / "config.json", {**own, "include_prompt": included})
-    if not pooled and not included:
-        raise ValueError(f"{folder.name} has no module that pools tokens, so no instruction can be left out of it")
-    write_json(folder / MODULES, modules)
-    settings = read_json(folder / TRANSFORMER_SETTINGS)
-    settings.pop(INSTRUCTION_POOLING, None)
-    write_json(folder / TRANSFORMER_SETTINGS, settings if included else {**settings, INSTRUCTION_POOLING: value})
-    copy_instruction_code(modules, folder)
+    pipeline = Pipeline.read(folder)
+    pipeline.set_instruction_pooling(value)
+    pipeline.write(folder)
     return {}
 
 
-def first_module(module_type: str, included: bool) -> str:
-    """Return the counterpart of a first module that pools its instructions, or of one that leaves them out."""
-    for plain, instructed in _INSTRUCTED.items():
-        if name_of({"type": module_type}) in names_of((plain, instructed)):
-            return plain if included else instructed
-    return module_type
+def require_poolable(value: str, vectors: str) -> None:
+    """Raise `ValueError` if a model with a kind of vectors cannot leave instructions out as asked."""
+    if value != "included" and vectors != "dense":
+        raise ValueError(f"Instructions can only be left out of the pooling of dense vectors, got {vectors} ones")

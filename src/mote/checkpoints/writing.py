@@ -17,9 +17,9 @@ from mote.checkpoints.plain import write_plainly
 from mote.checkpoints.provenance import Described, read_steps, recorded_files, write_steps
 from mote.checkpoints.reading import Checkpoint, MoTECheckpoint, has_head, is_mote, open_checkpoint
 from mote.checkpoints.sentence_transformers import max_seq_length, write_sentence_transformer
-from mote.checkpoints.st_settings import MODULES, Retrieval, read_modules, retrieval_in, write_retrieval
+from mote.checkpoints.st_settings import Pipeline, Retrieval, retrieval_in
 from mote.checkpoints.staging import ModelStaging, refuse_occupied, refuse_source, require_shard_size
-from mote.files import require_space, write_json
+from mote.files import require_space
 from mote.remote.configuration_mote import MoTEConfig
 from mote.reporting import megabytes
 
@@ -102,12 +102,10 @@ def write_repository(  # noqa: PLR0913
             write_model(model, tokenizer, source, folder, options.max_shard_size, write_weights)
             if isinstance(source, MoTECheckpoint) and not is_mote(model.config):
                 names = source.config
-            write_sentence_transformer(model, source, folder, names, expert)
-            if retrieval is not None and retrieval != retrieval_in(folder):
-                write_retrieval(folder, retrieval)
+            write_sentence_transformer(model, source, folder, names, expert, retrieval)
         else:
             model.save(str(folder), create_model_card=False)
-            write_json(folder / MODULES, read_modules(folder))  # our classes by names that exist without this package
+            Pipeline.read(folder).write(folder)  # our classes by names that exist without this package
         transformer: Any = model if isinstance(model, PreTrainedModel) else model[0].auto_model
         if not is_mote(transformer.config) and not (folder / ADAPTER_CONFIG_NAME).is_file():
             write_plainly(folder, transformer)

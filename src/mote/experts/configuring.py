@@ -9,7 +9,7 @@ from mote.checkpoints.definitions import instruction_with
 from mote.checkpoints.models import load_tokenizer
 from mote.checkpoints.options import WriteOptions
 from mote.checkpoints.reading import open_mote
-from mote.checkpoints.st_settings import INSTRUCTION_POOLING, check_instruction_pooling, write_instruction_pooling
+from mote.checkpoints.st_settings import INSTRUCTION_POOLING, POOLED, write_instruction_pooling
 from mote.checkpoints.tokens import with_end_token
 from mote.checkpoints.transform import Verb, transform
 from mote.remote.configuration_mote import require_known
@@ -73,7 +73,7 @@ def configure(
     if default_task is not _UNCHANGED:
         changes["default_task"] = default_task
     if instruction_pooling is not None:
-        check_instruction_pooling(instruction_pooling)
+        require_known(instruction_pooling, POOLED, INSTRUCTION_POOLING)
     others = {"route_by_text": route_by_text, INSTRUCTION_POOLING: instruction_pooling, END_TOKEN: end_token}
     changes |= {key: value for key, value in others.items() if value is not None}
     options = options or WriteOptions()

@@ -10,7 +10,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from mote.checkpoints import sentence_transformers as st
 from mote.checkpoints.bidirectional import is_bidirectional, make_bidirectional
 from mote.checkpoints.reading import Checkpoint, mote_class, open_dense, stored_dtype
-from mote.checkpoints.st_settings import Retrieval, check_instruction_pooling
+from mote.checkpoints.st_settings import Retrieval, require_poolable
 from mote.checkpoints.staging import require_shard_size
 from mote.checkpoints.tensors import parameter_counts, token_routing
 from mote.remote.configuration_mote import MoTEConfig
@@ -118,7 +118,7 @@ def plan_upcycling(
     source, options = _opened(src, options)
     retrieval = retrieval_of(options, source)
     if options.instruction_pooling is not None:
-        check_instruction_pooling(options.instruction_pooling, retrieval.kind)
+        require_poolable(options.instruction_pooling, retrieval.kind)
     with_head = options.with_head or retrieval.needs_head
     if with_head and source.format == "nomic_moe":
         remedy = "leave out `--with-head`" if options.with_head else "add `--sparse-from embeddings`"
