@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from mote.analysis.similarity import welch_test
+from mote.statistics import welch_test
 from research import pages
 from research.experiments import SCALES, recipe_of
 from research.gains import gains_of, readme_table
@@ -72,7 +72,7 @@ def test_figures_1_and_3_are_those_of_the_stored_analysis(name: str, store: Stor
         cells = [f"{one.mean():.3f} ({one.std(ddof=1):.3f})" for one in values]
         assert f"| {tasks} | {' | '.join(cells)} |" in section
         if len(values) == 2:
-            test = welch_test("mote", "ic", tuple(tasks.split(" / ")), *values)
+            test = welch_test(*values)
             assert f"| {tasks} | {test.mean_first - test.mean_second:+.3f} | {test.t:.2f} |" in section
 
 

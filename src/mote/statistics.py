@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -50,7 +49,11 @@ class Comparison:
         if self.datasets < 2:
             return text + "a test needs 2 datasets or more"
         tests = {"Welch": self.welch, "paired t": self.paired_t, "Wilcoxon": self.wilcoxon}
-        return text + "one-sided p: " + ", ".join(f"{name} {_formatted(p)}" for name, p in tests.items())
+        return (
+            text
+            + "one-sided p: "
+            + ", ".join(f"{name} {'none (no spread)' if p is None else decimals(p)}" for name, p in tests.items())
+        )
 
 
 def compare_scores(model: str, reference: str, scores: Sequence[float], others: Sequence[float]) -> Comparison:
@@ -64,10 +67,9 @@ def compare_scores(model: str, reference: str, scores: Sequence[float], others: 
     """
     # Rounded, so that gains which differ only in their last bits are ties.
     gains = [round(ours - theirs, 9) for ours, theirs in zip(scores, others, strict=True)]
-    welch_p = paired_t = wilcoxon = None
+    welch = paired_t = wilcoxon = None
     if len(gains) > 1:
-        if (test := welch(others, scores)) is not None:
-            welch_p = float(test.pvalue)
+        welch = welch_test(others, scores).p
         with warnings.catch_warnings():
             # About few datasets and about ties, for which scipy approximates.
             warnings.simplefilter("ignore")
@@ -82,28 +84,44 @@ def compare_scores(model: str, reference: str, scores: Sequence[float], others: 
         gain=sum(gains) / len(gains) if gains else 0.0,
         higher=sum(gain > 0 for gain in gains),
         lower=sum(gain < 0 for gain in gains),
-        welch=welch_p,
+        welch=welch,
         paired_t=paired_t,
         wilcoxon=wilcoxon,
     )
 
 
-def welch(lower: ArrayLike, higher: ArrayLike) -> Any:
-    """Test one-sided, by Welch's t-test, whether the mean of the first sample is lower.
+@dataclass(frozen=True)
+class WelchTest:
+    """One-sided Welch's t-test: is the mean of the first sample lower than that of the second?
 
-    Returns:
-        scipy's result: `statistic`, `df`, `pvalue`. None if neither sample varies by more than rounding.
+    Attributes:
+        mean_first: Mean of the first sample.
+        mean_second: Mean of the second sample.
+        t: Test statistic, negative if the first mean is lower. None if neither sample varies by more than rounding.
+        degrees_of_freedom: Welch-Satterthwaite degrees of freedom.
+        p: Probability of at least this difference if the first mean were not lower.
     """
-    samples = [np.asarray(sample, dtype=np.float64) for sample in (lower, higher)]
+
+    mean_first: float
+    mean_second: float
+    t: float | None = None
+    degrees_of_freedom: float | None = None
+    p: float | None = None
+
+
+def welch_test(first: ArrayLike, second: ArrayLike) -> WelchTest:
+    """Test whether the mean of the first sample is lower than that of the second."""
+    samples = [np.asarray(sample, dtype=np.float64) for sample in (first, second)]
+    means = float(samples[0].mean()), float(samples[1].mean())
     if all(np.ptp(sample) <= 1e-9 * np.abs(sample).max() for sample in samples):
-        return None
+        return WelchTest(*means)
     with warnings.catch_warnings():
         # One of the samples may be constant.
         warnings.simplefilter("ignore")
-        return stats.ttest_ind(*samples, equal_var=False, alternative="less")
+        test = stats.ttest_ind(*samples, equal_var=False, alternative="less")
+    return WelchTest(*means, float(test.statistic), float(test.df), float(test.pvalue))
 
 
-def _formatted(p: float | None) -> str:
-    if p is None:
-        return "none (no spread)"
-    return f"{p:.3f}" if p >= 0.001 else f"{p:.1e}"
+def decimals(value: float) -> str:
+    """Format a number with three decimals, or a small one as a power of ten: `0.793`, `7.2e-05`."""
+    return f"{value:.3f}" if value == 0 or abs(value) >= 0.001 else f"{value:.1e}"

@@ -12,16 +12,12 @@ from mote.analysis.results import Analysis, ModelAnalysis
 from mote.analysis.similarity import (
     ROLES,
     Encoder,
-    WelchTest,
     check_tasks,
-    cosines,
     default_tasks,
     embed,
     instructions_of,
     mote_config,
     similarity_of,
-    welch_test,
-    welch_tests,
 )
 from mote.analysis.weight_change import WeightChange, find_start, weight_change_of
 from mote.checkpoints.reading import open_checkpoint
@@ -89,9 +85,7 @@ def analyze(
         logger.info("%s: weights …", label)
         change, notes = _weight_change(name, options.start)
         analyses.append(replace(found, weight_change=change, notes=(*found.notes, *notes)))
-    first, *others = analyses
-    tests = [test for other in others for test in _tests(first, other)]
-    result = Analysis(tuple(analyses), tuple(tests), texts, pairs, options.seed, options.retrieval)
+    result = Analysis(tuple(analyses), texts, pairs, options.seed, options.retrieval)
     if out is not None:
         result.save(out)
         logger.info("Wrote %s", out)
@@ -140,39 +134,20 @@ def _of_embeddings(
         embeddings[role] if pairs is None and role in embeddings else embed(model, side, role, options.batch_size)
         for side, role in zip(sides, roles, strict=True)
     )
-    both = "Queries and documents are the same texts under both roles: no pairs were given (`--pairs`)"
+    same = "Queries and documents are the same texts under both roles: no pairs were given (`--pairs`)"
     return replace(
         found,
-        divergence=divergence_of(queries, documents, roles, cosines(queries, documents)),
+        divergence=divergence_of(queries, documents),
         layout=tsne(queries, documents, options.seed),
-        notes=(both,) if pairs is None else (),
+        notes=(same,) if pairs is None else (),
     )
 
 
-def _weight_change(name: str, start: str | None) -> tuple[WeightChange | None, list[str]]:
-    """Measure from the start given, else the recorded one, else the mean of the experts; with notes on that."""
-    if start is not None:
-        try:
-            return weight_change_of(name, start), []
-        except (ValueError, OSError) as error:
-            return None, [f"No weight change from {Path(start).name}: {error}"]
+def _weight_change(name: str, start: str | None) -> tuple[WeightChange | None, tuple[str, ...]]:
+    """Measure the change from the start that is given, else the recorded one; or say why it cannot be measured."""
     try:
-        return weight_change_of(name, *find_start(name)), []
+        source, revision = (start, None) if start is not None else find_start(name)
+        return weight_change_of(name, source, revision), ()
     except (ValueError, OSError) as error:
-        reason = f"The start of {Path(name).name} was not found ({error}); name it with `--start MODEL`"
-    try:
-        return weight_change_of(name), [f"{reason}. Instead: the distance of each expert from their mean"]
-    except (ValueError, OSError) as error:
-        return None, [f"{reason}. The distance from the mean of the experts is not known either: {error}"]
-
-
-def _tests(first: ModelAnalysis, other: ModelAnalysis) -> list[WelchTest]:
-    """Test whether the first model is less similar over tasks, and whether its queries and documents diverge less."""
-    tests = welch_tests(first.label, first.similarity, other.label, other.similarity)
-    if first.divergence is not None and other.divergence is not None:
-        for measure, values in (
-            ("KL", (first.divergence.neighbors_kl, other.divergence.neighbors_kl)),
-            ("JS", (first.divergence.neighbors_js, other.divergence.neighbors_js)),
-        ):
-            tests.append(welch_test(first.label, other.label, None, *values, measure))
-    return tests
+        named = "" if start is None else f" from {Path(start).name}"
+        return None, (f"No weight change{named}: {error}. `--start MODEL` names another start",)

@@ -1,50 +1,10 @@
 """Distance between queries and documents: KL and JS divergence, and t-SNE, the measures of the CoT-MoTE paper."""
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import rel_entr, softmax
 
-from mote.analysis.similarity import Array
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A mean and a standard deviation over N pairs."""
-
-    mean: float
-    std: float
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """Divergences between query and document embeddings, in nats.
-
-    Attributes:
-        roles: Tasks under which queries and documents were embedded.
-        kl_query_document: KL(query ‖ document) of each pair.
-        kl_document_query: KL(document ‖ query) of each pair.
-        js: Jensen-Shannon divergence of each pair; at most ln 2.
-        sets_kl_query_document: KL(mean distribution of all queries ‖ that of all documents).
-        sets_kl_document_query: KL in the other direction.
-        sets_js: Jensen-Shannon divergence of the two means.
-        cosine: Cosine similarity of each pair.
-        neighbors_kl: KL(query ‖ document) of each pair, [N], by the distances to all others, see
-            `neighbor_distributions`.
-        neighbors_js: Jensen-Shannon divergence of each pair, [N], by the same distributions.
-    """
-
-    roles: tuple[str, str]
-    kl_query_document: Spread
-    kl_document_query: Spread
-    js: Spread
-    sets_kl_query_document: float
-    sets_kl_document_query: float
-    sets_js: float
-    cosine: Spread
-    neighbors_kl: Array
-    neighbors_js: Array
+from mote.analysis.similarity import Samples, cosines
 
 
 def as_distributions(embeddings: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -90,32 +50,27 @@ def js_divergence(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.
     return (kl_divergence(p, middle) + kl_divergence(q, middle)) / 2
 
 
-def divergence_of(
-    queries: NDArray[np.float64], documents: NDArray[np.float64], roles: tuple[str, str], cosine: NDArray[np.float64]
-) -> Divergence:
-    """Measure the divergence between queries and their documents.
+def divergence_of(queries: NDArray[np.float64], documents: NDArray[np.float64]) -> Samples:
+    """Measure the divergence between queries and their documents, by two definitions of distributions.
 
     Args:
         queries: Their embeddings, [N, H].
         documents: Embeddings of the document of each query, [N, H].
-        roles: Tasks under which they were embedded.
-        cosine: Cosine similarity of each pair, [N].
+
+    Returns:
+        KL in both directions, JS and the cosine of each pair, [N] each, by `as_distributions`; and "neighbors KL",
+        "neighbors JS" by `neighbor_distributions`. Divergences are in nats.
     """
     p, q = as_distributions(queries), as_distributions(documents)
-    mean_p, mean_q = p.mean(axis=0), q.mean(axis=0)
     of_queries, of_documents = neighbor_distributions(queries, documents)
-    return Divergence(
-        roles,
-        _spread(kl_divergence(p, q)),
-        _spread(kl_divergence(q, p)),
-        _spread(js_divergence(p, q)),
-        float(kl_divergence(mean_p, mean_q)),
-        float(kl_divergence(mean_q, mean_p)),
-        float(js_divergence(mean_p, mean_q)),
-        _spread(cosine),
-        kl_divergence(of_queries, of_documents),
-        js_divergence(of_queries, of_documents),
-    )
+    return {
+        "KL(query ‖ document)": kl_divergence(p, q),
+        "KL(document ‖ query)": kl_divergence(q, p),
+        "JS": js_divergence(p, q),
+        "cosine": cosines(queries, documents),
+        "neighbors KL": kl_divergence(of_queries, of_documents),
+        "neighbors JS": js_divergence(of_queries, of_documents),
+    }
 
 
 def tsne(queries: NDArray[np.float64], documents: NDArray[np.float64], seed: int = 0) -> NDArray[np.float64]:
@@ -135,7 +90,3 @@ def tsne(queries: NDArray[np.float64], documents: NDArray[np.float64], seed: int
 def _normalized(embeddings: NDArray[np.float64]) -> NDArray[np.float64]:
     lengths = np.linalg.norm(embeddings, axis=1, keepdims=True)
     return embeddings / np.where(lengths > 0, lengths, 1.0)
-
-
-def _spread(values: NDArray[np.float64]) -> Spread:
-    return Spread(float(values.mean()), float(values.std(ddof=1)))

@@ -3,17 +3,17 @@
 import copy
 import math
 import re
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, combinations_with_replacement
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 import yaml  # type: ignore[import-untyped]
 
-from mote.analysis.similarity import Pair
+from mote.analysis.similarity import Array
 from mote.checkpoints.models import load_dense, load_mote
 from mote.checkpoints.provenance import read_steps
 from mote.checkpoints.reading import Checkpoint, open_checkpoint
@@ -23,62 +23,53 @@ from mote.remote.configuration_mote import MoTEConfig
 from mote.remote.modeling_mote import MoTEModel
 
 DENSE = "feed-forward"  # stands for the experts in a dense model
+TRAINING_STEPS = ("upcycle", "train", "pretrain")  # which make a model out of another
 
 Weights = dict[tuple[str, int | None], list[torch.Tensor]]  # (expert, or "" if shared; layer) → weights
 
 
 @dataclass(frozen=True)
 class WeightChange:
-    """Relative change of a model's weights.
+    """Relative change of a model's weights: the Frobenius norm of the change, relative to that of the start's weights.
 
     Attributes:
         start: Name of the model that they are compared with.
-        from_start: True if this is the start of training; False if it is the mean of the experts.
-        experts: Expert → in each layer the Frobenius norm of the change of its weights, relative to that of the
-            start's weights; None in a layer without experts. The layer's attention is not included. A dense model has
-            one "expert", the `DENSE` part of each layer.
-        shared: The same for the weights that all experts share: the attention, or the whole of a layer without
-            experts. Empty if the start is unknown.
-        outside: The same for weights outside of the layers, such as token embeddings. None if the start is unknown.
-        overall: The same for each expert over all layers.
-        cosines: Pair of experts → in each layer the cosine between their changes; None if one did not change.
-        overall_cosines: The same over all layers.
+        experts: Expert → its change in each layer; None in a layer without experts. The layer's attention is not
+            included. A dense model has one "expert", the `DENSE` part of each layer.
+        shared: Change of the weights of each layer that all experts share: the attention, or the whole of a layer
+            without experts.
+        outside: Change of the weights outside of the layers, such as token embeddings.
+        overall: Expert → its change over all layers.
+        cosines: Pair of experts, as in "one / other" → cosine between their changes over all layers; None if one did
+            not change.
     """
 
     start: str
-    from_start: bool
     experts: dict[str, list[float | None]]
     shared: list[float | None]
     outside: float | None
     overall: dict[str, float | None]
-    cosines: dict[Pair, list[float | None]]
-    overall_cosines: dict[Pair, float | None]
+    cosines: dict[str, float | None]
 
 
-def weight_change_of(model: str, start: str | None = None, revision: str | None = None) -> WeightChange:
+def weight_change_of(model: str, start: str, revision: str | None = None) -> WeightChange:
     """Measure how much the weights of a model changed in training.
 
     Args:
         model: A MoTE or a dense model: a folder or Hub id.
-        start: The model before training; a dense model stands for the MoTE upcycled from it. Default: the mean of the
-            model's experts.
+        start: The model before training; a dense model stands for the MoTE upcycled from it.
         revision: Branch, tag or commit of a start on the Hub.
 
     Raises:
         FileNotFoundError: If one of the two does not exist.
-        ValueError: If the two differ in architecture or shapes, or if there is no start and the model has fewer than
-            two experts.
+        ValueError: If the two differ in architecture or shapes, or experts are compressed.
     """
-    checkpoint = open_checkpoint(model)
+    checkpoint, source = open_checkpoint(model), open_checkpoint(start, revision)
     trained = _load(checkpoint)
-    if start is None:
-        return _from_mean(trained)
-    source = open_checkpoint(start, revision)
     begun = _load(source, trained)
     _refuse_mismatch(trained, begun, checkpoint.public_name, source.public_name)
     pooling = source.format == "mote"  # a dense start has none: that of `begun` is random
-    weights = _weights(trained, pooling), _weights(begun, pooling)
-    return _compare(*weights, source.public_name, True, trained.config)
+    return _compare(_weights(trained, pooling), _weights(begun, pooling), source.public_name, trained.config)
 
 
 def find_start(model: str) -> tuple[str, str | None]:
@@ -88,8 +79,11 @@ def find_start(model: str) -> tuple[str, str | None]:
         A folder, or a Hub id; and the commit on the Hub, if it is recorded.
     """
     folder = open_checkpoint(model).folder
-    source = _recorded_source(folder)
-    recorded = _recorded_start(folder) or source.get("name")
+    steps = [step for step in read_steps(folder) if step["step"] in TRAINING_STEPS and step["sources"]]
+    source = steps[-1]["sources"][0] if steps else {}
+    recorded, recipe = source.get("name"), folder / "recipe.yaml"
+    if recipe.is_file():
+        recorded = str(yaml.safe_load(recipe.read_text(encoding="utf-8"))["model"]["source"])
     if recorded is None:
         raise ValueError("its folder does not record what it was trained from")
     if not Path(recorded).is_dir():
@@ -100,24 +94,6 @@ def find_start(model: str) -> tuple[str, str | None]:
     if weights is not None and weights != open_checkpoint(recorded).sha256_of_weights():
         raise ValueError(f"it was trained from {Path(recorded).name}, and the folder of this name has other weights")
     return recorded, None
-
-
-def _recorded_start(folder: Path) -> str | None:
-    """Return the source in `recipe.yaml`."""
-    recipe = folder / "recipe.yaml"
-    if recipe.is_file():
-        try:
-            return str(yaml.safe_load(recipe.read_text(encoding="utf-8"))["model"]["source"])
-        except (yaml.YAMLError, KeyError, TypeError) as error:
-            raise ValueError(f"its record of what it was trained from cannot be read ({error})") from error
-    return None
-
-
-def _recorded_source(folder: Path) -> dict[str, Any]:
-    """Return the source in `mote.json` of the last step that made the model out of another; empty if there is none."""
-    steps = ("upcycle", "train", "pretrain")
-    started = [step for step in read_steps(folder) if step["step"] in steps and step["sources"]]
-    return started[-1]["sources"][0] if started else {}
 
 
 def _load(source: Checkpoint, like: MoTEModel | None = None) -> MoTEModel:
@@ -182,75 +158,52 @@ def _parts(config: MoTEConfig, key: str, weight: torch.Tensor) -> Iterator[tuple
         yield "", int(found[1]), weight
 
 
-def _compare(trained: Weights, begun: Weights, start: str, from_start: bool, config: MoTEConfig) -> WeightChange:
+def _compare(trained: Weights, begun: Weights, start: str, config: MoTEConfig) -> WeightChange:
+    """Compare in float64, one layer at a time, so that no large model is held in float64.
+
+    Norms and cosines follow from inner products, which add up over layers.
+    """
     layers = range(config.num_hidden_layers)
-    by_layer = [_products(trained, begun, layer) for layer in layers]
-    in_all = _Products(defaultdict(float), defaultdict(float))
-    for products in by_layer:
-        for both, product in products.changes.items():
-            in_all.changes[both] += product
-        for expert, product in products.start.items():
-            in_all.start[expert] += product
-    experts = list(dict.fromkeys(expert for expert, _ in trained if expert))
-    pairs = list(combinations(experts, 2))
+    parts = ["", *dict.fromkeys(expert for expert, _ in trained if expert)]
+    products = np.zeros((len(layers), len(parts), len(parts)))  # of the changes
+    squares = np.zeros((len(layers), len(parts)))  # squared norms of the start
+    for layer in layers:
+        changes = {}
+        for index, part in enumerate(parts):
+            if (part, layer) in trained:
+                changes[index], squares[layer, index] = _change(trained[part, layer], begun[part, layer])
+        for (i, one), (j, other) in combinations_with_replacement(changes.items(), 2):
+            if i == j or i > 0:  # the shared weights have no counterpart
+                products[layer, i, j] = one @ other
+    outside, square = _change(trained["", None], begun["", None])
+    (_, *overall), total = _relative(products.sum(axis=0), squares.sum(axis=0)), products.sum(axis=0)
+    shared, *experts = zip(*map(_relative, products, squares), strict=True)
+    pairs = combinations(range(1, len(parts)), 2)
     return WeightChange(
         start=start,
-        from_start=from_start,
-        experts={expert: [products.relative(expert) for products in by_layer] for expert in experts},
-        shared=[products.relative("") for products in by_layer] if from_start else [],
-        outside=_products(trained, begun, None).relative(""),
-        overall={expert: in_all.relative(expert) for expert in experts},
-        cosines={pair: [products.cosine(*pair) for products in by_layer] for pair in pairs},
-        overall_cosines={pair: in_all.cosine(*pair) for pair in pairs},
+        experts={part: list(of_layers) for part, of_layers in zip(parts[1:], experts, strict=True)},
+        shared=list(shared),
+        outside=math.sqrt(float(outside @ outside) / square),
+        overall=dict(zip(parts[1:], overall, strict=True)),
+        cosines={f"{parts[i]} / {parts[j]}": _cosine(total[i, j], total[i, i] * total[j, j]) for i, j in pairs},
     )
 
 
-class _Products(NamedTuple):
-    """Inner products in one layer: of the changes with each other, and of the starts with themselves.
-
-    Norms and cosines follow from these products, which add up over layers.
-    """
-
-    changes: dict[tuple[str, str], float]
-    start: dict[str, float]
-
-    def relative(self, expert: str) -> float | None:
-        return math.sqrt(self.changes[expert, expert] / self.start[expert]) if self.start[expert] else None
-
-    def cosine(self, a: str, b: str) -> float | None:
-        lengths = math.sqrt(self.changes[a, a] * self.changes[b, b])
-        return self.changes[a, b] / lengths if lengths else None
+def _change(trained: list[torch.Tensor], begun: list[torch.Tensor]) -> tuple[torch.Tensor, float]:
+    """Return the difference as a vector, and the squared norm of the start."""
+    after, before = (
+        torch.cat([part.detach().to("cpu", torch.float64).flatten() for part in parts]) for parts in (trained, begun)
+    )
+    return after - before, float(before @ before)
 
 
-def _products(trained: Weights, begun: Weights, layer: int | None) -> _Products:
-    """Multiply in float64, one layer at a time, so that no large model is held in float64."""
-    found = _Products(defaultdict(float), defaultdict(float))
-    changes = {}
-    for expert in (expert for expert, place in trained if place == layer and (expert, place) in begun):
-        start = _vector(begun[expert, layer])
-        changes[expert] = _vector(trained[expert, layer]) - start
-        found.start[expert] = float(start @ start)
-        found.changes[expert, expert] = float(changes[expert] @ changes[expert])
-    for a, b in combinations([expert for expert in changes if expert], 2):
-        found.changes[a, b] = float(changes[a] @ changes[b])
-    return found
+def _relative(products: Array, squares: Array) -> list[float | None]:
+    """Relative norm of each part's change; None where there is no such part."""
+    return [
+        math.sqrt(product / square) if square else None
+        for product, square in zip(np.diag(products), squares, strict=True)
+    ]
 
 
-def _vector(parts: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([part.detach().to("cpu", torch.float64).flatten() for part in parts])
-
-
-def _from_mean(model: MoTEModel) -> WeightChange:
-    """Compare each expert with the mean of all experts."""
-    weights = {name: parts for name, parts in _weights(model).items() if name[0]}
-    of_layers: dict[int | None, list[list[torch.Tensor]]] = {}
-    for (_, layer), parts in weights.items():
-        of_layers.setdefault(layer, []).append(parts)
-    if min(map(len, of_layers.values())) < 2:
-        raise ValueError("it has fewer than two experts, whose mean could take the place of the start")
-    means = {
-        layer: [torch.stack([part.double() for part in same]).mean(dim=0) for same in zip(*experts, strict=True)]
-        for layer, experts in of_layers.items()
-    }
-    begun = {name: means[name[1]] for name in weights}
-    return _compare(weights, begun, "the mean of the experts", False, model.config)
+def _cosine(product: float, squares: float) -> float | None:
+    return float(product / math.sqrt(squares)) if squares else None
