@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from helpers.paths import EXAMPLE_DATA
 from safetensors.torch import load_file
 
 from mote.checkpoints.provenance import read_steps
 from mote.reporting import HOW_TO_RESUME
+from mote.training.data import TrainingSet
+from mote.training.losses import build_loss
 from mote.training.pretraining_recipe import PretrainingRecipe
 from mote.training.progress import RunCallback, Tracker
+from mote.training.recipe import Recipe
 from mote.training.recipe_files import load_recipe
 from mote.training.train import train
 
@@ -71,6 +75,19 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def pretraining_recipe(name: str, *overrides: str) -> PretrainingRecipe:
     """A shipped recipe of pre-training, on the repository's data."""
     return load_recipe(name, ["model.source=x", f"data.folder={EXAMPLE_DATA}", *overrides], PretrainingRecipe)
+
+
+def built_loss(
+    model: Any, training: Any = None, retrieval: Any = None, teacher_dimension: int | None = None, **task: Any
+) -> Any:
+    """The loss that a recipe gives a training set of a task with these settings."""
+    own = {"datasets": ["x"], "anchor": "search_query", "batches": "homogeneous", **task}
+    given = {"model": {"source": "x"}, "tasks": {"t": own}, "training": training or {}, "retrieval": retrieval or {}}
+    recipe = Recipe.model_validate(given)
+    label = [0.0] * (teacher_dimension or 0)
+    label_type: Any = "pairs" if teacher_dimension is None else "embeddings"
+    rows = Dataset.from_dict({"label": [label]})
+    return build_loss(model, TrainingSet("x", "t", recipe.tasks["t"], rows, {}, label_type, {}), recipe)
 
 
 def command(*arguments: str) -> list[str]:

@@ -1,20 +1,22 @@
 """InfoNCE against its closed form, and what is excluded from its denominator."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from helpers.families import make_different
 from helpers.paths import SMALL_ENCODER, SMALL_MOTE
+from helpers.runs import built_loss
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from torch.nn.functional import cosine_similarity
 
+from mote.training import losses
 from mote.training.cleaning import INFO_NCE, LABEL_TYPES, LOSSES
-from mote.training.losses import InfoNCELoss, build_loss, check_loss
+from mote.training.losses import InfoNCELoss, check_loss
 from mote.training.task_settings import TaskSettings
-from mote.training.trainer_settings import TrainingSettings
 
 ANCHORS = ["how do whales breathe", "price of gold", "boil an egg", "who wrote Hamlet", "Tokyo weather"]
 POSITIVES = ["Whales come up for air.", "Gold rose to a new high.", "Seven minutes.", "Shakespeare did.", "It rains."]
@@ -52,79 +54,65 @@ def embeddings() -> list[torch.Tensor]:
     return [torch.randn(5, 8, dtype=torch.float32) for _ in range(3)]
 
 
-def test_closed_form(embeddings: list[torch.Tensor]) -> None:
-    anchors, *documents = embeddings
-    everything = [[(column, row) for column in range(2) for row in range(5)] for _ in range(5)]
-    assert info_nce().calculate_loss(columns_of(*embeddings)).item() == pytest.approx(
-        by_hand(anchors, documents, everything), abs=1e-5
-    )
+OTHERS = {i: [(column, row) for column in range(2) for row in range(5) if row != i] for i in range(5)}
+"""Row → the texts of other rows."""
 
 
-def test_known_false_negatives_are_excluded(embeddings: list[torch.Tensor]) -> None:
-    anchors, *documents = embeddings
-    texts = [[i, 10 + i, 20 + i] for i in range(5)]
-    groups = [100, 101, 102, 103, 104]
-    texts[1][1] = 10  # the positive of row 1 is that of row 0
-    texts[2][1] = 0  # the positive of row 2 is the anchor of row 0
-    texts[3][2] = 14  # the hard negative of row 3 is the positive of row 4
-    groups[4] = 103  # rows 3 and 4 have one label
-    allowed = [[(column, row) for column in range(2) for row in range(5)] for _ in range(5)]
-    for i, left_out in {0: [(0, 1), (0, 2)], 1: [(0, 0)], 3: [(0, 4), (1, 3)], 4: [(0, 3), (1, 3)]}.items():
-        allowed[i] = [candidate for candidate in allowed[i] if candidate not in left_out]
-    loss = info_nce().calculate_loss(columns_of(*embeddings), labels_of(texts, groups))
-    assert loss.item() == pytest.approx(by_hand(anchors, documents, allowed), abs=1e-5)
-    assert loss.item() != pytest.approx(info_nce().calculate_loss(columns_of(*embeddings)).item(), abs=1e-3)
+@pytest.mark.parametrize(
+    ("in_batch", "texts", "groups", "left_out", "left_out_backwards"),
+    [
+        (True, None, None, {}, {}),
+        (False, None, None, OTHERS, None),
+        (  # Rows 0 and 1 have one positive, that of row 2 is the anchor of row 0, the hard negative of row 3 is the
+            # positive of row 4, and rows 3 and 4 have one label.
+            True,
+            [[0, 10, 20], [1, 10, 21], [2, 0, 22], [3, 13, 14], [4, 14, 24]],
+            [100, 101, 102, 103, 103],
+            {0: [(0, 1), (0, 2)], 1: [(0, 0)], 3: [(0, 4), (1, 3)], 4: [(0, 3), (1, 3)]},
+            None,
+        ),
+        (  # Rows 0 and 1 have one anchor, rows 1 and 2 one positive: so that of row 2 is right for row 0, too.
+            True,
+            [[0, 10], [0, 11], [2, 11], [3, 13], [4, 14]],
+            [0, 0, 2, 3, 4],
+            {0: [(0, 1), (0, 2)], 1: [(0, 0), (0, 2)], 2: [(0, 1)]},
+            {0: [(0, 1)], 1: [(0, 0), (0, 2)], 2: [(0, 0), (0, 1)]},
+        ),
+        (  # Rows 0 and 1 have one positive, rows 3 and 4 one label.
+            True,
+            [[0, 10], [1, 10], [2, 12], [3, 13], [4, 14]],
+            [0, 1, 2, 4, 4],
+            {0: [(0, 1)], 1: [(0, 0)], 3: [(0, 4)], 4: [(0, 3)]},
+            {0: [(0, 1)], 1: [(0, 0)], 3: [(0, 4)], 4: [(0, 3)]},
+        ),
+    ],
+)
+def test_closed_form(
+    in_batch: bool, texts: Any, groups: Any, left_out: Any, left_out_backwards: Any, embeddings: list[torch.Tensor]
+) -> None:
+    anchors, *documents = embeddings[: 3 if texts is None else len(texts[0])]
 
+    def candidates(columns: int, excluded: dict[int, list[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
+        everything = [(column, row) for column in range(columns) for row in range(5)]
+        return [[one for one in everything if one not in excluded.get(i, [])] for i in range(5)]
 
-def test_a_positive_of_the_same_anchor_is_a_false_negative_in_every_row(embeddings: list[torch.Tensor]) -> None:
-    """Rows 0 and 1 have one anchor, rows 1 and 2 one positive: so that of row 2 is right for row 0 too."""
-    anchors, positives, _ = embeddings
-    labels = labels_of([[0, 10], [0, 11], [2, 11], [3, 13], [4, 14]], [0, 0, 2, 3, 4])
-    allowed = [[(0, row) for row in range(5)] for _ in range(5)]
-    for i, left_out in {0: (1, 2), 1: (0, 2), 2: (1,)}.items():
-        allowed[i] = [(0, row) for row in range(5) if row not in left_out]
-    loss = info_nce().calculate_loss(columns_of(anchors, positives), labels)
-    assert loss.item() == pytest.approx(by_hand(anchors, [positives], allowed), abs=1e-5)
-    backwards = [[(0, row) for row in range(5)] for _ in range(5)]
-    for i, left_out in {0: (1,), 1: (0, 2), 2: (0, 1)}.items():  # the anchor of row 0 has the positive of row 2
-        backwards[i] = [(0, row) for row in range(5) if row not in left_out]
-    both = (by_hand(anchors, [positives], allowed) + by_hand(positives, [anchors], backwards)) / 2
-    symmetric = info_nce(symmetric=True).calculate_loss(columns_of(anchors, positives), labels)
-    assert symmetric.item() == pytest.approx(both, abs=1e-5)
+    labels = None if texts is None else labels_of(texts, groups)
+    columns = columns_of(anchors, *documents)
+    forwards = by_hand(anchors, documents, candidates(len(documents), left_out))
+    loss = info_nce(in_batch_negatives=in_batch).calculate_loss(columns, labels).item()
+    assert loss == pytest.approx(forwards, abs=1e-5)
+    if left_out:
+        assert loss != pytest.approx(info_nce().calculate_loss(columns).item(), abs=1e-3)
+    if left_out_backwards is not None:
+        backwards = by_hand(documents[0], [anchors], candidates(1, left_out_backwards))
+        both = info_nce(symmetric=True).calculate_loss(columns, labels).item()
+        assert both == pytest.approx((forwards + backwards) / 2, abs=1e-5)
 
 
 def test_scores_are_not_rounded_under_autocast(embeddings: list[torch.Tensor]) -> None:
     exact = info_nce().calculate_loss(columns_of(*embeddings))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert info_nce().calculate_loss(columns_of(*embeddings)).item() == exact.item()
-
-
-def test_without_in_batch_negatives_only_given_ones_count(embeddings: list[torch.Tensor]) -> None:
-    anchors, *documents = embeddings
-    own = [[(0, row), (1, row)] for row in range(5)]
-    loss = info_nce(in_batch_negatives=False).calculate_loss(columns_of(*embeddings))
-    assert loss.item() == pytest.approx(by_hand(anchors, documents, own), abs=1e-5)
-
-
-def test_symmetric(embeddings: list[torch.Tensor]) -> None:
-    anchors, positives, _ = embeddings
-    everything = [[(0, row) for row in range(5)] for _ in range(5)]
-    expected = (by_hand(anchors, [positives], everything) + by_hand(positives, [anchors], everything)) / 2
-    loss = info_nce(symmetric=True).calculate_loss(columns_of(anchors, positives))
-    assert loss.item() == pytest.approx(expected, abs=1e-5)
-
-
-def test_symmetric_excludes_known_anchors(embeddings: list[torch.Tensor]) -> None:
-    anchors, positives, _ = embeddings
-    labels = labels_of([[0, 10], [1, 10], [2, 12], [3, 13], [4, 14]], [0, 1, 2, 4, 4])
-    allowed = [[(0, row) for row in range(5)] for _ in range(5)]
-    allowed[3].remove((0, 4))
-    allowed[4].remove((0, 3))
-    allowed[0].remove((0, 1))  # rows 0 and 1 have one positive: it is right for both anchors, and they for it
-    allowed[1].remove((0, 0))
-    expected = (by_hand(anchors, [positives], allowed) + by_hand(positives, [anchors], allowed)) / 2
-    loss = info_nce(symmetric=True).calculate_loss(columns_of(anchors, positives), labels)
-    assert loss.item() == pytest.approx(expected, abs=1e-5)
 
 
 def test_chunks_with_backward_give_the_loss_and_the_gradients_of_the_whole(embeddings: list[torch.Tensor]) -> None:
@@ -204,9 +192,8 @@ def test_it_equals_the_librarys_loss_without_false_negatives(model: SentenceTran
 
 @pytest.mark.parametrize(("size", "caching"), [(None, True), (2, True), (2, False)])
 def test_matryoshka_is_the_sum_over_dimensions(model: SentenceTransformer, size: int | None, caching: bool) -> None:
-    task = TaskSettings(datasets=[{"path": "x"}], anchor="search_query", batches="homogeneous", temperature=0.05)
-    training = TrainingSettings(mini_batch_size=size, gradient_caching=caching, matryoshka=[256, 64])
-    value = gradients(model, build_loss(model, task, training), None)["loss"].item()
+    training = {"mini_batch_size": size, "gradient_caching": caching, "matryoshka": [256, 64]}
+    value = gradients(model, built_loss(model, training, temperature=0.05), None)["loss"].item()
     with torch.no_grad():
         columns = [model(column)["sentence_embedding"] for column in features_of(model)]
     expected = sum(
@@ -219,65 +206,63 @@ def test_matryoshka_is_the_sum_over_dimensions(model: SentenceTransformer, size:
 # From the recipe ---------------------------------------------------------------------------------------------------
 
 
-def test_halves_are_the_models_own(model: SentenceTransformer, monkeypatch: pytest.MonkeyPatch) -> None:
-    for width, expected in ((16, [16, 8]), (384, [384, 192, 96]), (1024, [1024, 512, 256, 128, 64])):
-        monkeypatch.setattr(model, "get_embedding_dimension", lambda width=width: width)
-        loss: Any = build_loss(model, settings(), TrainingSettings(matryoshka="halves"))
-        assert list(loss.matryoshka_dims) == expected
-
-
-def settings(**changes: Any) -> TaskSettings:
-    return TaskSettings.model_validate(
-        {"datasets": ["x"], "anchor": "classification", "batches": "heterogeneous", **changes}
-    )
+@pytest.mark.parametrize(("width", "halves"), [(16, [16, 8]), (384, [384, 192, 96]), (1024, [1024, 512, 256, 128, 64])])
+def test_halves_are_the_models_own(
+    width: int, halves: list[int], model: SentenceTransformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "get_embedding_dimension", lambda: width)
+    assert list(built_loss(model, {"matryoshka": "halves"}).matryoshka_dims) == halves
 
 
 def test_temperature_of_the_task_is_used(model: SentenceTransformer) -> None:
     for temperature in (0.03, 0.06):
-        loss = build_loss(model, settings(temperature=temperature), TrainingSettings())
+        loss = built_loss(model, temperature=temperature)
         expected = gradients(model, MultipleNegativesRankingLoss(model, scale=1 / temperature), None)["loss"]
         assert gradients(model, loss, None)["loss"].item() == pytest.approx(expected.item(), rel=1e-4)
 
 
-def test_replicas_always_cache(model: SentenceTransformer) -> None:
-    training = TrainingSettings(batch_size=64)
-    assert not build_loss(model, settings(), training).uses_gradient_cache
-    loss = build_loss(model, settings(), training, processes=2, replicated=True)
-    assert loss.uses_gradient_cache
-    assert loss.mini_batch_size == 32
-    training = TrainingSettings(batch_size=64, mini_batch_size=8, gradient_caching=False)
-    assert not build_loss(model, settings(), training).uses_gradient_cache
-    loss = build_loss(model, settings(), training, processes=2, replicated=True)
-    assert loss.uses_gradient_cache
-    assert loss.mini_batch_size == 8
+@pytest.fixture
+def replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes with the whole model each."""
+    monkeypatch.setattr(losses, "replicated", lambda: True)
+    monkeypatch.setattr(losses, "processes", lambda: SimpleNamespace(num_processes=2))
 
 
-def test_any_loss_of_the_library_by_name(model: SentenceTransformer) -> None:
-    loss = build_loss(model, settings(loss="CoSENTLoss", loss_arguments={"scale": 7.0}), TrainingSettings())
-    assert type(loss).__name__ == "CoSENTLoss"
-    assert loss.scale == 7.0
-    cached = build_loss(model, settings(loss="CachedMultipleNegativesRankingLoss"), TrainingSettings(mini_batch_size=3))
-    assert cached.mini_batch_size == 3
-    symmetric = build_loss(
-        model, settings(loss="CachedMultipleNegativesSymmetricRankingLoss"), TrainingSettings(mini_batch_size=3), 2
-    )
-    assert (symmetric.mini_batch_size, symmetric.gather_across_devices) == (3, True)  # though it is deprecated
-    projected = build_loss(model, settings(loss="EmbedDistillLoss"), TrainingSettings(), label_dim=384)
-    assert projected.projection_dim == 384
-    assert build_loss(model, settings(loss="EmbedDistillLoss"), TrainingSettings(), label_dim=256).projection is None
+@pytest.mark.parametrize(("training", "size"), [({}, 32), ({"mini_batch_size": 8, "gradient_caching": False}, 8)])
+def test_replicas_always_cache(
+    training: dict[str, Any], size: int, model: SentenceTransformer, request: pytest.FixtureRequest
+) -> None:
+    assert not built_loss(model, {"batch_size": 64, **training}).uses_gradient_cache
+    request.getfixturevalue("replicas")
+    loss = built_loss(model, {"batch_size": 64, **training})
+    assert (loss.uses_gradient_cache, loss.mini_batch_size, loss.gather_across_devices) == (True, size, True)
 
 
-def test_matryoshka_needs_a_teacher_of_the_models_width(model: SentenceTransformer) -> None:
+@pytest.mark.parametrize("name", [name for name in LABEL_TYPES if name != INFO_NCE and not name.startswith("Sparse")])
+def test_every_other_loss_of_the_library_can_be_made(model: SentenceTransformer, name: str, replicas: None) -> None:
+    """With the settings of the recipe that it takes, even if it is deprecated."""
+    task: dict[str, Any] = {"loss": name, "loss_arguments": {"guide": str(SMALL_ENCODER)} if "GIST" in name else {}}
+    if name in LOSSES["embeddings"]:
+        task["teacher"] = {"source": "user/teacher"}
+    check_loss("a", TaskSettings(datasets=["x"], anchor="sts", batches="homogeneous", **task))
+    loss = built_loss(model, {"mini_batch_size": 3}, **task)
+    assert type(loss).__name__ == name
+    if name.startswith("Cached"):
+        assert (loss.mini_batch_size, loss.gather_across_devices) == (3, True)
+
+
+def test_a_projection_to_the_teachers_width(model: SentenceTransformer) -> None:
+    """None to its own; `loss_arguments` override what the recipe gives."""
     for loss in LOSSES["embeddings"]:
-        task = settings(loss=loss, teacher={"source": "user/teacher"})
-        for width in (128, 512):
-            given = settings(loss=loss, teacher=task.teacher, loss_arguments={"projection_dim": width})
-            for of_teacher, projecting in ((width, task), (None, given)):
-                with pytest.raises(ValueError, match=rf"{loss} projects .* {width} dimensions, but .*matryoshka trunc"):
-                    build_loss(model, projecting, TrainingSettings(matryoshka="halves"), label_dim=of_teacher)
-        assert isinstance(build_loss(model, task, TrainingSettings(), label_dim=512).projection, torch.nn.Linear)
-        truncated = build_loss(model, task, TrainingSettings(matryoshka="halves"), label_dim=256)
+        task = {"loss": loss, "teacher": {"source": "user/teacher"}}
+        assert built_loss(model, teacher_dimension=384, **task).projection_dim == 384
+        truncated = built_loss(model, {"matryoshka": "halves"}, teacher_dimension=256, **task)
+        assert truncated.loss.projection is None
         assert gradients(model, truncated, torch.randn(5, 256))["loss"] > 0
+        for width, arguments in ((512, {}), (256, {"projection_dim": 128})):
+            with pytest.raises(ValueError, match=rf"{loss} projects .* (512|128) dimensions, but .*matryoshka trunc"):
+                built_loss(model, {"matryoshka": "halves"}, teacher_dimension=width, **task, loss_arguments=arguments)
+    assert built_loss(model, loss="CoSENTLoss", loss_arguments={"scale": 7.0}).scale == 7.0
 
 
 @pytest.mark.parametrize(
@@ -293,16 +278,7 @@ def test_invalid_arguments_are_named(
     model: SentenceTransformer, loss: str, arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        build_loss(model, settings(loss=loss, loss_arguments=arguments), TrainingSettings())
-
-
-@pytest.mark.parametrize("name", [name for name in LABEL_TYPES if name != INFO_NCE and not name.startswith("Sparse")])
-def test_every_other_loss_of_the_library_can_be_made(model: SentenceTransformer, name: str) -> None:
-    arguments = {"guide": str(SMALL_ENCODER)} if "GIST" in name else {}
-    teacher = {"source": "user/teacher"} if name in LOSSES["embeddings"] else None
-    task = settings(loss=name, loss_arguments=arguments, teacher=teacher)
-    check_loss("a", task)
-    assert type(build_loss(model, task, TrainingSettings())).__name__ == name
+        built_loss(model, loss=loss, loss_arguments=arguments)
 
 
 @pytest.mark.parametrize(
@@ -318,4 +294,4 @@ def test_every_other_loss_of_the_library_can_be_made(model: SentenceTransformer,
 )
 def test_invalid_losses_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_loss("sts", settings(**changes))
+        check_loss("sts", TaskSettings(datasets=["x"], anchor="sts", batches="homogeneous", **changes))

@@ -7,19 +7,17 @@ from typing import Any
 import pytest
 import torch
 from helpers.families import make_different
-from helpers.runs import break_off, overrides, train_step, weights
+from helpers.runs import break_off, built_loss, overrides, train_step, weights
 from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder import losses
 
 from mote import upcycle
 from mote.training.cleaning import LABEL_TYPES
-from mote.training.losses import build_loss, check_loss
-from mote.training.model_settings import RetrievalSettings
+from mote.training.losses import check_loss
 from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import START_FOLDER
 from mote.training.task_settings import TaskSettings
 from mote.training.train import plan, train
-from mote.training.trainer_settings import TrainingSettings
 
 ROWS = [
     {"anchor": f"what is {word}", "positive": f"{word} is a thing of its own", "negative": f"nothing about {other}"}
@@ -41,11 +39,6 @@ def settings(source: Path, data: Path, out: Path, *more: str) -> list[str]:
     return overrides(source, data, out, "training.batch_size=8", "training.mini_batch_size=4", *more)
 
 
-def task(**changes: Any) -> TaskSettings:
-    own = {"datasets": [{"path": "x"}], "anchor": "search_query", "positive": "search_document", "temperature": 1.0}
-    return TaskSettings.model_validate({**own, "batches": "homogeneous", **changes})
-
-
 def test_the_loss_is_the_librarys(source: Path, tmp_path: Path) -> None:
     """Without false negatives, and with gradients cached or not."""
     folder = upcycle(source, tmp_path / "model", experts=["search_query", "search_document"], retrieval="sparse")
@@ -54,7 +47,6 @@ def test_the_loss_is_the_librarys(source: Path, tmp_path: Path) -> None:
     model.eval()  # no dropout; the pooling works in place then, which has no gradients
     model[1].train()
     own = {"query_regularizer_weight": 0.2, "document_regularizer_weight": 0.1}
-    retrieval = RetrievalSettings(kind="sparse", **own)
     columns = list(zip(*(row.values() for row in ROWS[:6]), strict=True))
 
     def gradients(loss: Any) -> list[torch.Tensor]:
@@ -68,22 +60,24 @@ def test_the_loss_is_the_librarys(source: Path, tmp_path: Path) -> None:
 
     library = losses.SpladeLoss(model, losses.SparseMultipleNegativesRankingLoss(model), **own)
     expected = gradients(library)
-    for training in ({"mini_batch_size": None}, {"mini_batch_size": 2}):
-        loss = build_loss(model, task(), TrainingSettings(batch_size=8, **training), retrieval=retrieval)
-        assert type(loss) is (losses.SpladeLoss if training["mini_batch_size"] is None else losses.CachedSpladeLoss)
+    for size, kind in ((None, losses.SpladeLoss), (2, losses.CachedSpladeLoss)):
+        loss = built_loss(model, {"mini_batch_size": size}, {"kind": "sparse", **own}, temperature=1.0)
+        assert type(loss) is kind
         found = gradients(loss)
         assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(found, expected, strict=True))
 
 
 def test_sparse_losses_of_the_library() -> None:
     model: Any = torch.nn.Linear(1, 1)
+    model.get_embedding_dimension = lambda: 1
+    own: Any = {"datasets": ["x"], "anchor": "search_query", "batches": "homogeneous"}
     for name in filter(lambda name: name.startswith("Sparse"), LABEL_TYPES):
-        check_loss("retrieval", task(loss=name), sparse=True)
-        built = build_loss(model, task(loss=name), TrainingSettings(), retrieval=RetrievalSettings(kind="sparse"))
+        check_loss("retrieval", TaskSettings(loss=name, **own), sparse=True)
+        built = built_loss(model, retrieval={"kind": "sparse"}, loss=name)
         assert type(built.loss) is getattr(losses, name)
     for wrong in ("CoSENTLoss", "SpladeLoss"):
         with pytest.raises(ValueError, match=f"unknown loss of sparse vectors '{wrong}'"):
-            check_loss("retrieval", task(loss=wrong), sparse=True)
+            check_loss("retrieval", TaskSettings(loss=wrong, **own), sparse=True)
 
 
 @pytest.mark.long
@@ -155,8 +149,7 @@ def test_a_hybrid_model_is_trained_and_its_weight_tuned(source: Path, pairs: Pat
     assert record["validation"]["after"]["validation_mean"] == pytest.approx(weights_tried[pooling.weight])
     assert pooling.max_active_dims == 256
     size = encoder[0].config.vocab_size
-    training = TrainingSettings(batch_size=8)
-    loss = build_loss(encoder, task(), training, retrieval=RetrievalSettings(kind="hybrid"))
+    loss = built_loss(encoder, retrieval={"kind": "hybrid"})
     vectors = torch.rand(4, size + 16)
     regularizer = losses.FlopsLoss(encoder).compute_loss_from_embeddings(vectors[:, :size])
     assert torch.equal(loss.document_regularizer.compute_loss_from_embeddings(vectors), regularizer)

@@ -1,13 +1,12 @@
 """Losses: InfoNCE over the texts of a batch, or any loss of Sentence-Transformers.
 
 InfoNCE is ours, in place of the library's `MultipleNegativesRankingLoss`, for one reason: known false negatives (equal
-texts, equal labels) are excluded from the denominator. Gradient caching, the forward passes and Matryoshka are the
-library's.
+texts, equal labels) are excluded from the denominator. Gradient caching and Matryoshka are the library's.
 """
 
 import inspect
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from sentence_transformers import SentenceTransformer, SparseEncoder
@@ -22,8 +21,11 @@ from torch.nn.functional import normalize
 from mote.inference.loading import load_encoder
 from mote.remote.configuration_mote import alternatives
 from mote.training.cleaning import INFO_NCE, LABEL_TYPES, LOSSES
+from mote.training.data import TrainingSet
 from mote.training.model_settings import RetrievalSettings
+from mote.training.processes import processes, replicated
 from mote.training.progress import count_texts
+from mote.training.recipe import Recipe
 from mote.training.task_settings import TaskSettings
 from mote.training.trainer_settings import TrainingSettings
 
@@ -32,16 +34,15 @@ class InfoNCELoss(CachedLossMixin, nn.Module):
     """InfoNCE: each anchor must find its positive among the candidates of the batch (van den Oord et al. 2018).
 
     The loss of anchor i with the candidates D_i is -log(exp(s(a_i, p_i) / t) / Σ_{d in D_i} exp(s(a_i, d) / t)), s the
-    cosine, or the dot product. D_i holds the positive, the row's own hard negatives, and the positives and hard
-    negatives of other rows, without known false negatives: texts equal to the anchor, or to a positive of any row with
-    the same anchor or label.
+    cosine, or for sparse vectors the dot product. D_i holds the positive, the row's own hard negatives, and the
+    positives and hard negatives of other rows, without known false negatives: texts equal to the anchor, or to a
+    positive of any row with the same anchor or label.
 
     Args:
         model: Embedding model.
         temperature: Temperature t.
         symmetric: Average with the same loss in the other direction, in which positives must find their anchors.
         in_batch_negatives: Whether the texts of other rows are candidates.
-        similarity: `cosine`, or `dot` (for sparse vectors).
         gather_across_devices: Whether other rows include those of the other processes.
         mini_batch_size: Rows per forward pass, sorted by length. None: one forward pass per column, in order.
         gradient_caching: Whether mini-batches are embedded a second time for the backward pass, with the gradients of
@@ -55,7 +56,6 @@ class InfoNCELoss(CachedLossMixin, nn.Module):
         *,
         symmetric: bool = False,
         in_batch_negatives: bool = True,
-        similarity: str = "cosine",
         gather_across_devices: bool = False,
         mini_batch_size: int | None = None,
         gradient_caching: bool = True,
@@ -65,7 +65,7 @@ class InfoNCELoss(CachedLossMixin, nn.Module):
         self.temperature = temperature
         self.symmetric = symmetric
         self.in_batch_negatives = in_batch_negatives
-        self.similarity = similarity
+        self.normalizes = not isinstance(model, SparseEncoder)
         self.gather_across_devices = gather_across_devices
         self.uses_gradient_cache = gradient_caching and mini_batch_size is not None
         self.mini_batch_size = mini_batch_size or 0
@@ -116,7 +116,7 @@ class InfoNCELoss(CachedLossMixin, nn.Module):
 
     def _calculate_loss(self, reps: list[list[Tensor]], labels: Tensor | None, with_backward: bool) -> Tensor:
         columns = [torch.cat(column).float() for column in reps]  # each [B, H]
-        if self.similarity == "cosine":
+        if self.normalizes:
             columns = [normalize(column, dim=-1) for column in columns]
         rows = columns[0].shape[0]
         first = 0
@@ -165,7 +165,7 @@ class BlendedLoss(InfoNCELoss):
         model: Embedding model.
         parts: Settings of each dataset, in the order of their numbers, and the number of its columns: further columns
             of a batch are placeholders for negatives that its rows lack.
-        **settings: `similarity`, `gather_across_devices`, `mini_batch_size` and `gradient_caching` of `InfoNCELoss`.
+        **settings: `gather_across_devices`, `mini_batch_size` and `gradient_caching` of `InfoNCELoss`.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class BlendedLoss(InfoNCELoss):
     ) -> None:
         super().__init__(model, 1.0, **settings)
         # A list, not modules: they have no weights of their own.
-        self.parts = [(InfoNCELoss.of(task, model, similarity=self.similarity), count) for task, count in parts]
+        self.parts = [(InfoNCELoss.of(task, model), count) for task, count in parts]
 
     def _sum_over(self, index: Tensor, columns: list[Tensor], labels: Tensor | None) -> Tensor:
         """Sum the losses of the rows `index` [b]; the last of `labels` [N, columns + 2] are the datasets' numbers."""
@@ -211,21 +211,18 @@ class _FalseNegatives:
     """Masks of the candidates of the rows `index` to exclude from the denominator, [b, candidates]."""
 
     def __init__(self, labels: Tensor | None, columns: list[Tensor], in_batch: bool) -> None:
-        self.rows, self.candidates = columns[0].shape[0], len(columns) - 1
-        self.device, self.in_batch = columns[0].device, in_batch
-        self.texts = self.groups = None
-        if labels is not None and labels.dim() == 2:
-            self.texts, self.groups = labels[:, : len(columns)], labels[:, -1]  # [N, columns], [N]
-            self.positives = _paired(self.groups, self.texts[:, 1]).sort().values  # [N], of all groups
+        self.rows, self.candidates, self.in_batch = columns[0].shape[0], len(columns) - 1, in_batch
+        self.places = torch.arange(self.rows, device=columns[0].device)
+        if labels is None:  # all texts and groups differ
+            labels = torch.arange(self.rows * (len(columns) + 1), device=self.places.device).view(self.rows, -1)
+        self.texts, self.groups = labels[:, : len(columns)], labels[:, -1]  # [N, columns], [N]
+        self.positives = _paired(self.groups, self.texts[:, 1]).sort().values  # [N], of all groups
 
     def of_documents(self, index: Tensor) -> Tensor:
         """Return the mask of all positives, then all first negatives, and so on."""
-        mask = torch.zeros(len(index), self.candidates * self.rows, dtype=torch.bool, device=self.device)
-        if self.texts is not None and self.groups is not None:
-            documents = self.texts[:, 1:].T.flatten()[None]  # [1, candidates * N]
-            mask |= documents == self.texts[index, :1]
-            mask |= self._are_positives(self.groups[index, None], documents)
-        own = self._own(index)
+        documents = self.texts[:, 1:].T.flatten()[None]  # [1, candidates * N]
+        mask = (documents == self.texts[index, :1]) | self._are_positives(self.groups[index, None], documents)
+        own = self.places == index[:, None]  # [b, N]
         if not self.in_batch:
             mask |= ~own.repeat(1, self.candidates)
         mask[:, : self.rows] &= ~own
@@ -233,22 +230,17 @@ class _FalseNegatives:
 
     def of_anchors(self, index: Tensor) -> Tensor:
         """Return the mask of all anchors, for positives that must find theirs."""
-        mask = torch.zeros(len(index), self.rows, dtype=torch.bool, device=self.device)
-        if self.texts is not None and self.groups is not None:
-            anchors, positives = self.texts[None, :, 0], self.texts[index, 1:2]  # [1, N], [b, 1]
-            mask |= anchors == positives
-            mask |= self.groups[None] == self.groups[index, None]
-            mask |= self._are_positives(self.groups[None], positives)
-        return mask & ~self._own(index)
+        positives = self.texts[index, 1:2]  # [b, 1]
+        mask = self.texts[:, 0] == positives
+        mask |= self.groups == self.groups[index, None]
+        mask |= self._are_positives(self.groups[None], positives)
+        return mask & (self.places != index[:, None])
 
     def _are_positives(self, groups: Tensor, texts: Tensor) -> Tensor:
         """Whether any row of the group has the text as its positive; groups and texts are broadcast."""
         wanted = _paired(groups, texts)
         place = torch.searchsorted(self.positives, wanted).clamp(max=self.rows - 1)
         return self.positives[place] == wanted
-
-    def _own(self, index: Tensor) -> Tensor:
-        return torch.arange(self.rows, device=self.device)[None] == index[:, None]
 
 
 def _paired(groups: Tensor, texts: Tensor) -> Tensor:
@@ -318,84 +310,66 @@ def check_loss(task: str, settings: TaskSettings, *, sparse: bool = False) -> No
         raise ValueError(f"Task {task!r} has the loss {settings.loss}: {distillation} need a teacher, others take none")
 
 
-def build_loss(
-    model: SentenceTransformer | SparseEncoder,
-    task: TaskSettings,
-    training: TrainingSettings,
-    processes: int = 1,
-    replicated: bool = False,
-    label_dim: int | None = None,
-    retrieval: RetrievalSettings | None = None,
-    parts: list[tuple[TaskSettings, int]] | None = None,
-) -> nn.Module:
-    """Build the loss of a training set.
-
-    Args:
-        model: Embedding model.
-        task: Settings of the task.
-        training: Settings of gradient caching, negatives of other processes, and Matryoshka.
-        processes: Number of processes.
-        replicated: Whether each process holds the whole model (DDP).
-        label_dim: Width of a teacher's embeddings, if these are the labels.
-        retrieval: The model's vectors. Default: dense ones.
-        parts: If the set is blended, settings and number of columns of each dataset.
-    """
-    if replicated:
+def build_loss(model: SentenceTransformer | SparseEncoder, training_set: TrainingSet, recipe: Recipe) -> nn.Module:
+    """Build the loss of a training set, for the processes that train together."""
+    task, training, count = training_set.settings, recipe.training, processes().num_processes
+    if replicated():
         # With two experts in a step, DDP fails on two forward passes before one backward pass. Gradient caching runs
         # them one after the other, and gives the same gradients.
-        size = training.mini_batch_size or training.batch_size // processes
+        size = training.mini_batch_size or training.batch_size // count
         training = training.model_copy(update={"mini_batch_size": size, "gradient_caching": True})
-    sparse = retrieval is not None and retrieval.kind != "dense"
+    sparse = recipe.retrieval.kind != "dense"
+    gathered = training.cross_device_negatives and count > 1
     loss: nn.Module
     if task.loss == INFO_NCE:
         settings: dict[str, Any] = {
-            "similarity": "dot" if sparse else "cosine",
-            "gather_across_devices": training.cross_device_negatives and processes > 1,
+            "gather_across_devices": gathered,
             "mini_batch_size": None if sparse else training.mini_batch_size,
             "gradient_caching": training.gradient_caching,
         }
+        parts = [(part.settings, len(part.column_tasks)) for part in training_set.parts]
         loss = BlendedLoss(model, parts, **settings) if parts else InfoNCELoss.of(task, model, **settings)
     else:
-        loss = _library_loss(model, task, training, processes, label_dim)
-    if retrieval is not None and sparse:
-        return _splade(model, loss, retrieval, training)
+        loss = _library_loss(model, training_set, training, gathered)
+    if sparse:
+        return _splade(model, loss, recipe.retrieval, training.mini_batch_size)
     if training.matryoshka:
-        assert isinstance(model, SentenceTransformer)
         width: Any = model.get_embedding_dimension()
         halves = [width, *(width // 2**n for n in range(1, 16) if width // 2**n >= min(64, width // 2))]
-        loss = losses.MatryoshkaLoss(model, loss, halves if training.matryoshka == "halves" else training.matryoshka)
+        loss = losses.MatryoshkaLoss(
+            cast(SentenceTransformer, model), loss, halves if training.matryoshka == "halves" else training.matryoshka
+        )
     return loss
 
 
-def _splade(model: Any, loss: nn.Module, retrieval: RetrievalSettings, training: TrainingSettings) -> nn.Module:
+def _splade(model: Any, loss: nn.Module, retrieval: RetrievalSettings, mini_batch_size: int | None) -> nn.Module:
     """Add the sparsity losses of SPLADE; those of a hybrid model apply to the sparse part of its vectors."""
     weights = retrieval.of_loss
     if retrieval.kind == "hybrid":
         for side in ("query", "document"):
             threshold = weights.pop(f"{side}_regularizer_threshold")
             weights[f"{side}_regularizer"] = SparsePartFlops(model, model[0].config.vocab_size, threshold)
-    if training.mini_batch_size is None:
+    if mini_batch_size is None:
         return sparse_losses.SpladeLoss(model, loss, **weights)
-    return sparse_losses.CachedSpladeLoss(model, loss, **weights, mini_batch_size=training.mini_batch_size)
+    return sparse_losses.CachedSpladeLoss(model, loss, **weights, mini_batch_size=mini_batch_size)
 
 
 def _library_loss(
-    model: SentenceTransformer | SparseEncoder,
-    task: TaskSettings,
-    training: TrainingSettings,
-    processes: int,
-    label_dim: int | None,
-) -> nn.Module:
+    model: SentenceTransformer | SparseEncoder, training_set: TrainingSet, training: TrainingSettings, gathered: bool
+) -> Any:
     """Build a loss of Sentence-Transformers, with those of the recipe's settings that it has arguments for."""
+    task = training_set.settings
     cls: Any = getattr(sparse_losses if task.loss.startswith("Sparse") else losses, task.loss)
+    width = training_set.teacher_dimension if training_set.label_type == "embeddings" else None
+    settings = {
+        "gather_across_devices": gathered,
+        "mini_batch_size": training.mini_batch_size,
+        "projection_dim": None if width == model.get_embedding_dimension() else width,
+    }
     # Deprecated classes hide their arguments behind `__new__`.
     takes = inspect.signature(cls.__init__).parameters
-    settings: dict[str, Any] = {"gather_across_devices": training.cross_device_negatives and processes > 1}
-    if training.mini_batch_size is not None:
-        settings["mini_batch_size"] = training.mini_batch_size
-    if label_dim is not None and label_dim != model.get_embedding_dimension():
-        settings["projection_dim"] = label_dim
-    arguments = {name: value for name, value in settings.items() if name in takes} | task.loss_arguments
+    given = {name: value for name, value in settings.items() if name in takes and value is not None}
+    arguments = given | task.loss_arguments
     if training.matryoshka and arguments.get("projection_dim") is not None:
         raise ValueError(
             f"{task.loss} projects whole embeddings to the teacher's {arguments['projection_dim']} dimensions, but "

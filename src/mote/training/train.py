@@ -340,11 +340,7 @@ def _loss(
     tracker: Tracker,
 ) -> TrackedLoss:
     """Build the loss of a training set, for the current processes."""
-    task = training_set.settings
-    label_dim = training_set.teacher_dimension if training_set.label_type == "embeddings" else None
-    count = processes().num_processes
-    parts = [(part.settings, len(part.column_tasks)) for part in training_set.parts]
-    loss = build_loss(model, task, recipe.training, count, replicated(), label_dim, recipe.retrieval, parts)
+    loss = build_loss(model, training_set, recipe)
     is_cached = uses_gradient_cache(loss.loss if isinstance(loss, MatryoshkaLoss) else loss)
     if with_deepspeed() and deepspeed_stage() >= 2 and is_cached:
         raise ValueError(
@@ -353,16 +349,16 @@ def _loss(
         )
     if recipe.model.kind == "mote":
         experts = {names.expert_of(name) for name in training_set.tasks}
-        if parts and with_fsdp() and len(experts) > 1:
+        if training_set.parts and with_fsdp() and len(experts) > 1:
             raise ValueError(
                 "Blended batches: under FSDP all processes must run the same expert at the same time, but their rows "
                 "differ. Use DDP, a dense model (model.kind=dense), or batches of one task"
             )
         if replicated() and len(experts) > 1 and not is_cached:
             raise ValueError(
-                f"{training_set.name}: under DDP, {task.loss} cannot send the columns of a row through "
-                f"{len(experts)} experts ({', '.join(sorted(experts))}). Use FSDP2, a loss that caches gradients, or "
-                "one task for anchors and positives"
+                f"{training_set.name}: under DDP, {training_set.settings.loss} cannot send the columns of a row "
+                f"through {len(experts)} experts ({', '.join(sorted(experts))}). Use FSDP2, a loss that caches "
+                "gradients, or one task for anchors and positives"
             )
     if token_routing(names) is not None:
         loss = LoadBalancedLoss(loss)
