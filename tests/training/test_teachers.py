@@ -1,13 +1,11 @@
 """A teacher's embeddings: right, cached, and the same after a kill as without one."""
 
-import re
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -63,23 +61,19 @@ def files(cache: Path) -> list[Path]:
     return sorted(path for path in cache.rglob("*") if path.is_file())
 
 
-def test_embeddings_are_the_teachers(teacher: Path, tmp_path: Path) -> None:
-    embeddings = embed(teacher, tmp_path)
+def test_embeddings_are_the_teachers_and_cached(teacher: Path, tmp_path: Path, encoded: list[int]) -> None:
+    """By default in huggingface_hub's cache."""
+    embeddings = embed(teacher, None)
     assert embeddings.dtype == np.float32
     model = SentenceTransformer(str(teacher))
     chunks = [model.encode(TEXTS[start : start + CHUNK]) for start in range(0, len(TEXTS), CHUNK)]
     assert np.array_equal(embeddings, np.concatenate(chunks))
-    assert np.allclose(embed(teacher, tmp_path, prompt="query: "), model.encode(TEXTS, prompt="query: "), atol=1e-6)
-    assert not np.allclose(embeddings, embed(teacher, tmp_path, prompt="query: "), atol=1e-3)
-
-
-def test_a_second_run_takes_the_cache(teacher: Path, tmp_path: Path, encoded: list[int]) -> None:
-    """By default huggingface_hub's."""
-    first = embed(teacher, None)
     assert encoded == [4, 4, 2]
-    assert np.array_equal(first, embed(teacher, None))
+    assert np.array_equal(embeddings, embed(teacher, None))
     assert encoded == [4, 4, 2]
     assert len(files(tmp_path / "assets" / "mote" / "teachers")) == 3
+    assert np.allclose(embed(teacher, None, prompt="query: "), model.encode(TEXTS, prompt="query: "), atol=1e-6)
+    assert not np.allclose(embeddings, embed(teacher, None, prompt="query: "), atol=1e-3)
 
 
 def test_the_cache_knows_texts_prompt_and_weights(teacher: Path, tmp_path: Path, encoded: list[int]) -> None:
@@ -128,21 +122,6 @@ def test_a_killed_run_resumes_from_the_finished_chunks(teacher: Path, tmp_path: 
     resumed = embed(teacher, tmp_path / "killed")
     assert encoded == [2]
     np.testing.assert_array_equal(resumed, embed(teacher, tmp_path / "whole"))
-
-
-def test_an_interrupt_while_writing_leaves_nothing_half(
-    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def cut(path: Path, array: np.ndarray) -> None:
-        path.write_bytes(array.tobytes()[:1])
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(np, "save", cut)
-        with pytest.raises(KeyboardInterrupt):
-            embed(teacher, tmp_path / "cut")
-    assert files(tmp_path / "cut") == []
-    assert np.array_equal(embed(teacher, tmp_path / "cut"), embed(teacher, tmp_path / "whole"))
 
 
 def test_embeddings_that_are_not_finite_are_refused(teacher: Path, tmp_path: Path) -> None:
@@ -196,39 +175,23 @@ def test_a_teacher_on_the_hub_is_that_of_a_revision(teacher: Path, tmp_path: Pat
     assert run("cache") == run("other cache") == [newest, older, unreachable]  # without a connection
 
 
-def test_a_folder_has_no_revision(teacher: Path) -> None:
-    with pytest.raises(ValueError, match=f"{re.escape(str(teacher))} is a folder: it has no revision 'v1'"):
-        TeacherEmbeddings(TeacherSettings(source=str(teacher), revision="v1"))
-
-
-def distilled(folder: Path, teacher: Path, rows: str, **settings: Any) -> Any:
-    (folder / "train.jsonl").write_text(rows)
+@pytest.mark.parametrize(
+    "row", ['{{"query": "{0}", "positive": "about {0}"}}', '{{"text": "{0}"}}', '{{"text": "{0}", "label": "x"}}']
+)
+def test_labels_are_the_embeddings_of_the_texts(row: str, teacher: Path, tmp_path: Path) -> None:
+    """Of pairs, those of both sides."""
+    (tmp_path / "train.jsonl").write_text("".join(f"{row.format(text)}\n" for text in TEXTS))
     task = {"anchor": "search_query", "positive": "search_document", "batches": "homogeneous", "loss": "MSELoss"}
-    dataset = {"path": "train.jsonl", **settings}
     own = {"source": str(teacher), "prompts": {"anchor": "query: "}}
-    recipe = {"model": {"source": "none"}, "tasks": {"t": {**task, "datasets": [dataset], "teacher": own}}}
-    found = parse_recipe({**recipe, "data": {"folder": str(folder)}})
-    data = load_data(found, teachers=teachers.teachers_of(found))
-    (training_set,) = data.sets.values()
-    return training_set
-
-
-def test_labels_of_pairs_are_the_embeddings_of_both_sides(teacher: Path, tmp_path: Path) -> None:
-    lines = "".join(f'{{"query": "{text}", "positive": "about {text}"}}\n' for text in TEXTS)
-    training_set = distilled(tmp_path, teacher, lines, weight=1.5)
+    tasks = {"t": {**task, "datasets": [{"path": "train.jsonl", "weight": 1.5}], "teacher": own}}
+    found = parse_recipe({"model": {"source": "none"}, "tasks": tasks, "data": {"folder": str(tmp_path)}})
+    (training_set,) = load_data(found, teachers=teachers.teachers_of(found)).sets.values()
     assert training_set.label_type == "embeddings"
     assert len(training_set.rows) == 15
-    assert training_set.column_tasks == {"anchor": "search_query", "positive": "search_document"}
     model = SentenceTransformer(str(teacher))
     assert training_set.teacher_dimension == model.get_embedding_dimension()
-    anchors = model.encode(training_set.rows["anchor"][:], prompt="query: ")
-    positives = model.encode(training_set.rows["positive"][:])
-    assert np.allclose(training_set.rows["label"][:], np.stack([anchors, positives], axis=1), atol=1e-6)
-
-
-@pytest.mark.parametrize("label", ["", ', "label": "x"'])
-def test_labels_of_texts_are_their_embeddings(teacher: Path, tmp_path: Path, label: str) -> None:
-    training_set = distilled(tmp_path, teacher, "".join(f'{{"text": "{text}"{label}}}\n' for text in TEXTS))
-    assert training_set.rows.column_names == ["anchor", "label"]
-    expected = SentenceTransformer(str(teacher)).encode(training_set.rows["anchor"][:], prompt="query: ")
+    expected = model.encode(training_set.rows["anchor"][:], prompt="query: ")
+    if "positive" in row:
+        expected = np.stack([expected, model.encode(training_set.rows["positive"][:])], axis=1)
+    assert training_set.rows.column_names == ["anchor", *["positive"] * ("positive" in row), "label"]
     assert np.allclose(training_set.rows["label"][:], expected, atol=1e-6)

@@ -548,7 +548,7 @@ def test_another_source_or_teacher_is_refused_on_resuming(
     recipe, folder = load_recipe("mote", settings), RunFolder(tmp_path / "run")
     change_weights(teacher)
     cached = sorted(own_cache.rglob("*"))
-    with pytest.raises(ValueError, match=r"The models differ .*: teacher of retrieval, retrieval/tldr_pages \('\w"):
+    with pytest.raises(ValueError, match=rf"The models differ .*: teacher {teacher} \(newest\) \('\w"):
         prepare(recipe, folder)
     assert sorted(own_cache.rglob("*")) == cached  # it did not embed anything
     shutil.copytree(tiny, teacher, dirs_exist_ok=True)
@@ -579,8 +579,8 @@ def test_models_on_the_hub_are_identified_by_their_commits(tmp_path: Path, monke
         for revision in "xy"
     )
     recipe = load_recipe("mote", [f"tasks={{{tasks}}}"])
-    identities = teachers.teacher_identities(recipe, teachers.teachers_of(recipe))
-    assert identities == {f"teacher of t{revision}, a": f"s/t@commit of {revision}" for revision in "xy"}
+    identities = teachers.teacher_identities(teachers.teachers_of(recipe))
+    assert identities == {f"teacher s/t ({revision})": f"s/t@commit of {revision}" for revision in "xy"}
 
 
 def test_a_full_disk(tiny: Path, data: Path, tmp_path: Path) -> None:

@@ -34,13 +34,10 @@ class TeacherEmbeddings:
 
     Raises:
         FileNotFoundError: If there is no such teacher.
-        ValueError: If a folder is given with a revision.
     """
 
     def __init__(self, settings: TeacherSettings, cache: Path | None = None) -> None:
-        self.settings, self.cache = settings, cache
-        if settings.revision is not None and Path(settings.source).is_dir():
-            raise ValueError(f"The teacher {settings.source} is a folder: it has no revision {settings.revision!r}")
+        self.settings, self.cache = settings, cache or Path(cached_assets_path("mote", "teachers"))
         commit = commit_of(settings.source, settings.revision)
         self.identity = f"{settings.source}@{commit}" if commit else folder_hash(Path(settings.source))
         self._model: SentenceTransformer | None = None
@@ -70,7 +67,7 @@ class TeacherEmbeddings:
         for texts in columns.values():
             for text in texts:
                 digest.update(f"{len(text)} {text}".encode())
-        folder = (self.cache or cached_assets_path("mote", "teachers")) / digest.hexdigest()
+        folder = self.cache / digest.hexdigest()
         chunks = []
         starts = range(0, len(next(iter(columns.values()))), CHUNK)
         for start in tqdm(starts, desc=f"Embedding with {self.settings.source}", disable=None):
@@ -104,11 +101,7 @@ def teachers_of(recipe: Recipe) -> dict[str, TeacherEmbeddings]:
     return {key: TeacherEmbeddings(one) for key, one in by_key.items()}
 
 
-def teacher_identities(recipe: Recipe, teachers: dict[str, TeacherEmbeddings]) -> dict[str, str]:
-    """Return the identity of the teacher of each dataset that has one."""
-    identities = {}
-    for name, task in recipe.tasks.items():
-        for dataset in task.datasets:
-            if (settings := task.of(dataset).teacher) is not None:
-                identities[f"teacher of {name}, {dataset.path}"] = teachers[settings.model_dump_json()].identity
-    return identities
+def teacher_identities(teachers: dict[str, TeacherEmbeddings]) -> dict[str, str]:
+    """Return the identity of each teacher, by its source and revision."""
+    asked = ((one, one.settings) for one in teachers.values())
+    return {f"teacher {own.source} ({own.revision or 'newest'})": one.identity for one, own in asked}

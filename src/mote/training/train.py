@@ -264,7 +264,7 @@ def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False) -> Train
             shutil.rmtree(folder.start, ignore_errors=True)  # left by a kill, perhaps of another source
     source = open_checkpoint(recipe.model.source, recipe.model.revision)
     teachers = teachers_of(recipe)
-    models = {**identity_of(source), **teacher_identities(recipe, teachers)}
+    models = {**identity_of(source), **teacher_identities(teachers)}
     if checkpoint is not None:
         folder.require_same(models=models)  # before another teacher embeds the texts
     model, names = _load_model(recipe, source, folder)
