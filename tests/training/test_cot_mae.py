@@ -19,7 +19,7 @@ from transformers import AutoModelForMaskedLM
 from mote.checkpoints.provenance import read_steps
 from mote.remote.configuration_mote import MoTEConfig
 from mote.remote.masked_lm_mote import MoTEForMaskedLM
-from mote.training.masking import ContextMasking, ContextRows
+from mote.training.masking import MaskedBatches, TextRows
 from mote.training.objectives import Decoder, Pretraining
 from mote.training.pretraining import plan_pretraining, prepare, pretrain
 from mote.training.pretraining_recipe import DecoderSettings, PretrainingRecipe, SpanSettings
@@ -100,8 +100,9 @@ def test_a_batch(kind: str, tokenizer: Any) -> None:
     """Texts of six words, of which one and a half are cut off, and contexts of three."""
     pairs = [("abc def ghi jkl mno pqr stu vwx yz", "yz abc uvw")] * 150
     chosen = pretraining_recipe("cot-mae", f"decoder.kind={kind}")
-    rows = ContextRows({"search_document": pairs}, chosen, {}, {"search_document": 1, "search_query": 0}, tokenizer)
-    batch = ContextMasking(tokenizer, chosen)([rows[number] for number in range(150)])
+    config = MoTEConfig(experts=["search_query", "search_document"])
+    rows = TextRows({"search_document": pairs}, chosen, config, tokenizer)
+    batch = MaskedBatches(tokenizer, chosen)([rows[number] for number in range(150)])
     assert batch["task_ids"].tolist() == [1, 0] * 150
     plain = tokenizer([text for pair in pairs for text in pair], padding=True, truncation=True, return_tensors="pt")
     swapped = tokenizer(
@@ -131,7 +132,7 @@ def test_a_batch(kind: str, tokenizer: Any) -> None:
         texts, contexts = batch["labels"][::2, :8] != -100, batch["decoder_labels"][1::2, :8] != -100
         assert not texts.equal(contexts)
     one_side = pretraining_recipe("cot-mae", "decoder.both_sides=false")
-    half = ContextMasking(tokenizer, one_side)([rows[number] for number in range(3)])
+    half = MaskedBatches(tokenizer, one_side)([rows[number] for number in range(3)])
     assert half["task_ids"].tolist() == [1] * 3
     assert half["decoder_input_ids"].equal(tokenizer(["yz abc uvw"] * 3, return_tensors="pt")["input_ids"])
 

@@ -22,8 +22,9 @@ from transformers import AutoModelForMaskedLM
 from mote import upcycle
 from mote.checkpoints.provenance import read_steps
 from mote.cli import main
+from mote.remote.configuration_mote import MoTEConfig
 from mote.reporting import HOW_TO_RESUME
-from mote.training.masking import Masking, TextRows
+from mote.training.masking import MaskedBatches, Masking, TextRows
 from mote.training.pretraining import plan_pretraining, pretrain
 from mote.training.pretraining_recipe import MaskingSettings, PretrainingRecipe
 from mote.training.progress import NonFiniteError
@@ -263,11 +264,13 @@ def test_texts_beyond_the_limit_of_validation_are_trained_on(tmp_path: Path, tok
 def test_masks(whole_words: bool, tokenizer: Any) -> None:
     texts = {"a": ["abc def ghi jkl mno"] * 300, "b": ["xy z"] * 100}
     masking = f"masking={{rate: 0.3, whole_words: {str(whole_words).lower()}}}"
-    chosen = pretraining_recipe("mlm", "training.seed=5", masking)
-    rows = TextRows(texts, chosen, {"b": "pre: "}, {"a": 3, "b": 1}, tokenizer)
-    collator = Masking(tokenizer, chosen.masking)
+    tasks = ("tasks={a: {datasets: [x]}, b: {datasets: [x]}}", "model.instructions=true")
+    chosen = pretraining_recipe("mlm", "training.seed=5", masking, *tasks)
+    config = MoTEConfig(experts=["c", "b", "a"], instructions={"b": "pre: "})
+    rows = TextRows(texts, chosen, config, tokenizer)
+    collator = MaskedBatches(tokenizer, chosen)
     found = collator([rows[i] for i in range(400)])
-    assert found["task_ids"].tolist() == [3] * 300 + [1] * 100
+    assert found["task_ids"].tolist() == [2] * 300 + [1] * 100
     plain = tokenizer([*texts["a"], *["pre: xy z"] * 100], padding=True, return_tensors="pt")["input_ids"]
     hidden = found["labels"] != -100
     assert found["labels"][hidden].equal(plain[hidden])

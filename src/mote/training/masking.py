@@ -1,7 +1,6 @@
 """Masked batches of pre-training: of texts, or for CoT-MAE of texts and their contexts.
 
-What is drawn for a row depends only on the seed, the epoch and its index, so that a resumed run draws the same masks as
-an uninterrupted one.
+What is drawn for a row depends only on the seed, the epoch and its index, so that a resumed run draws the same masks.
 """
 
 import random
@@ -14,18 +13,18 @@ import torch
 from torch.utils.data import Dataset
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase, TrainerCallback
 
+from mote.remote.configuration_mote import MoTEConfig
 from mote.training.pretraining_recipe import MaskingSettings, PretrainingRecipe
 from mote.training.spans import SplitDocument
 
 
 class TextRows(Dataset):
-    """Tokenized texts of several tasks, each with the seed of its masks.
+    """Tokenized texts of several tasks, each with the seed of its masks; for CoT-MAE each with its context.
 
     Args:
-        items: Task → its texts.
+        items: Task → its texts: strings, pairs of a text and its context, or documents of which two spans are drawn.
         recipe: The recipe.
-        prefixes: Task → text in front of each text, for tasks that have one.
-        task_ids: Task → its index in the config; None: a text's task makes no difference.
+        config: Config of the model, with its tasks and instructions.
         tokenizer: Tokenizer of the model, which truncates to its `model_max_length`.
 
     Attributes:
@@ -36,46 +35,36 @@ class TextRows(Dataset):
         self,
         items: Mapping[str, Sequence[Any]],
         recipe: PretrainingRecipe,
-        prefixes: Mapping[str, str],
-        task_ids: Mapping[str, int] | None,
+        config: MoTEConfig,
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
         self.rows = [(task, item) for task, found in items.items() for item in found]
-        self.recipe, self.prefixes, self.task_ids, self.tokenizer = recipe, prefixes, task_ids, tokenizer
+        self.recipe, self.config, self.tokenizer = recipe, config, tokenizer
         self.epoch = 0
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        task, text = self.rows[index]
-        return self._encoded(text, task, self._seed(index))
-
-    def _seed(self, index: int) -> str:
-        return f"{self.recipe.training.seed} {self.epoch} {index}"
-
-    def _encoded(self, text: str, task: str, seed: str) -> dict[str, Any]:
-        encoded = self.tokenizer(
-            self.prefixes.get(task, "") + text,
-            truncation=True,
-            return_special_tokens_mask=True,
-            return_offsets_mapping=self.recipe.masking.whole_words,
-        )
-        task_id = {} if self.task_ids is None else {"task_ids": self.task_ids[task]}
-        return {**encoded, **task_id, "seed": seed}
-
-
-class ContextRows(TextRows):
-    """Tokenized texts with a context each: pairs of both, or documents of which two spans are drawn."""
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
         task, item = self.rows[index]
-        settings, seed = self.recipe.tasks[task], self._seed(index)
+        settings, seed = self.recipe.tasks[task], f"{self.recipe.training.seed} {self.epoch} {index}"
+        if isinstance(item, str):
+            return self._encoded(item, task, seed)
         text, context = item.draw(settings.context, random.Random(seed)) if isinstance(item, SplitDocument) else item
         return {
             "text": self._encoded(text, task, f"{seed} text"),
             "context": self._encoded(context, settings.context_task or task, f"{seed} context"),
         }
+
+    def _encoded(self, text: str, task: str, seed: str) -> dict[str, Any]:
+        encoded = self.tokenizer(
+            (self.config.instruction_of(task) if self.recipe.model.instructions else "") + text,
+            truncation=True,
+            return_special_tokens_mask=True,
+            return_offsets_mapping=self.recipe.masking.whole_words,
+        )
+        task_id = {"task_ids": list(self.config.tasks).index(task)} if self.config.routes_by_task else {}
+        return {**encoded, **task_id, "seed": seed}
 
 
 class SetEpoch(TrainerCallback):
@@ -129,8 +118,8 @@ class Masking(DataCollatorForLanguageModeling):
         return super().torch_call(examples)
 
 
-class ContextMasking:
-    """Makes batches of texts and contexts: masked for the encoder, differently masked or unmasked for the decoder.
+class MaskedBatches:
+    """Makes batches of texts, masked for the encoder; for CoT-MAE with contexts, masked or not, for the decoder.
 
     Args:
         tokenizer: Tokenizer of the model.
@@ -143,10 +132,12 @@ class ContextMasking:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, recipe: PretrainingRecipe) -> None:
         self.tokenizer, self.settings = tokenizer, recipe.decoder
         self.encoder = Masking(tokenizer, recipe.masking)
-        self.decoder = Masking(tokenizer, recipe.masking.model_copy(update={"rate": recipe.decoder.masking_rate}))
+        self.decoder = Masking(tokenizer, recipe.masking.updated(rate=recipe.decoder.masking_rate))
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """Make a batch: the arguments of `Pretraining.forward`. Each text is followed by its context."""
+        """Make a batch: the arguments of `Pretraining.forward`. Each text is followed by its context, if it has one."""
+        if "context" not in examples[0]:
+            return self.encoder(examples)
         pairs = [(example["text"], example["context"]) for example in examples]
         if self.settings.both_sides:
             pairs = [sides for text, context in pairs for sides in ((text, context), (context, text))]

@@ -3,10 +3,9 @@
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from mote.files import read_json
 from mote.remote.masked_lm_mote import MoTEForMaskedLM
 from mote.reporting import table
 from mote.training.arguments import check_launch, common_arguments, count_steps, describe_steps, rows_per_process
-from mote.training.masking import ContextMasking, ContextRows, Masking, SetEpoch, TextRows
+from mote.training.masking import MaskedBatches, SetEpoch, TextRows
 from mote.training.model import set_dropout
 from mote.training.names import check_fit, matching_config, set_router_loss, tasks_of, upcycling_options
 from mote.training.objectives import Pretraining, require_positions
@@ -106,7 +105,7 @@ def plan_pretraining(
         with torch.device("meta"):
             require_positions(mote_class(config.model_type, "masked_lm")(config))
     tokenizer = load_tokenizer(source)
-    Masking(tokenizer, recipe.masking)
+    MaskedBatches(tokenizer, recipe)
     data, arguments = load_texts(recipe, tokenizer), _trainer_arguments(recipe, folder)
     experts = f"experts: {', '.join(config.experts)}"
     return "\n".join([as_yaml(recipe), experts, "", str(data), "", _describe(recipe, data, arguments)])
@@ -270,16 +269,16 @@ def prepare(recipe: PretrainingRecipe, folder: RunFolder, overwrite: bool = Fals
     trained.register_forward_hook(tracker.observe, with_kwargs=True)
     if recipe.training.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    new_rows, collator = _batches(recipe, model.config, tokenizer)
-    rows = new_rows(data.texts)
+    rows = TextRows(data.texts, recipe, model.config, tokenizer)
+    held_out = {task: {task: texts} for task, texts in data.held_out.items() if texts}
     trainer_arguments = _trainer_arguments(recipe, folder)
     logger.info("%s", _describe(recipe, data, trainer_arguments))
     trainer = PretrainingTrainer(
         trained,
         trainer_arguments,
-        data_collator=collator,
+        data_collator=MaskedBatches(tokenizer, recipe),
         train_dataset=rows,
-        eval_dataset={task: new_rows({task: texts}) for task, texts in data.held_out.items() if texts},
+        eval_dataset={task: TextRows(texts, recipe, model.config, tokenizer) for task, texts in held_out.items()},
         callbacks=[
             SetEpoch(rows),
             RunCallback(tracker, folder.path, {}, scaled=recipe.training.fp16),
@@ -291,18 +290,6 @@ def prepare(recipe: PretrainingRecipe, folder: RunFolder, overwrite: bool = Fals
     if state.is_main_process:
         folder.begin(recipe, identity, checkpoint)
     return PretrainingRun(recipe, folder, source, data, model, tracker, trainer, checkpoint, tokenizer=tokenizer)
-
-
-def _batches(recipe: PretrainingRecipe, config: Any, tokenizer: Any) -> tuple[Callable[[Any], TextRows], Any]:
-    """Return what turns texts into rows, and the collator that turns rows into batches."""
-    tasks = [*recipe.tasks, *(task.context_task for task in recipe.tasks.values() if task.context_task)]
-    prefixes = {task: config.instruction_of(task) for task in tasks} if recipe.model.instructions else {}
-    ids = {task: list(config.tasks).index(task) for task in tasks} if config.routes_by_task else None
-    with_contexts = recipe.objective == "cot-mae"
-    rows = partial(
-        ContextRows if with_contexts else TextRows, recipe=recipe, prefixes=prefixes, task_ids=ids, tokenizer=tokenizer
-    )
-    return rows, ContextMasking(tokenizer, recipe) if with_contexts else Masking(tokenizer, recipe.masking)
 
 
 class PretrainingTrainer(Trainer):
