@@ -1,15 +1,13 @@
 """The tables of docs/scale.md: memory per GPU of a training step, by model size and number of GPUs.
 
-    python -m benchmarks.memory_table            # all weights are trained
-    python -m benchmarks.memory_table adapters   # LoRA on Mistral-7B, as NV-Embed was trained
+    python -m benchmarks.memory_table
 
-Takes seconds, or minutes with adapters, and needs no GPU: only shapes are computed.
+Takes seconds and needs no GPU: only shapes are computed.
 """
 
-import argparse
 from collections.abc import Iterator
 
-from transformers import BertConfig, MistralConfig, NomicBertConfig
+from transformers import BertConfig, NomicBertConfig
 
 from mote import MemoryEstimate, estimate_memory
 from mote.remote.configuration_mote import MoTEConfig
@@ -32,7 +30,7 @@ SETTINGS: dict[int, list[tuple[int, Sharding, bool]]] = {
     128: [(48, "ddp", False), (48, "fsdp2", False)],
 }
 
-SIZES = ("persistent", "activations", "embeddings and loss", "total")  # columns of `_sizes`
+SIZES = ("persistent", "activations", "loss", "total")  # columns of `_sizes`
 
 
 def rows() -> Iterator[tuple[str, ...]]:
@@ -55,45 +53,12 @@ def rows() -> Iterator[tuple[str, ...]]:
                 yield (name, str(length), str(processes), how, str(mini_batch_size), *_sizes(estimate))
 
 
-def rows_with_adapters() -> Iterator[tuple[str, ...]]:
-    """Estimate LoRA of rank 16 on all linear layers: 128 queries, each with its positive and 7 hard negatives."""
-    for name, config in (("dense", MistralConfig()), ("MoTE", MoTEConfig(backbone_config=MistralConfig()))):
-        setups: list[tuple[int, Sharding]] = [(1, "ddp"), (8, "ddp"), (8, "fsdp2")]
-        for processes, sharding in setups:
-            for base_dtype in ("float32", "bfloat16"):
-                estimate = estimate_memory(
-                    config,
-                    batch_size=128,
-                    mini_batch_size=16,
-                    columns=9,
-                    length=512,
-                    processes=processes,
-                    sharding=sharding,
-                    precision="bf16",
-                    gradient_checkpointing=True,
-                    peft={"r": 16, "base_dtype": base_dtype},
-                )
-                how = sharding if processes > 1 else "one process"
-                yield (name, str(processes), how, base_dtype, f"{estimate.weights / GIB:.2f}", *_sizes(estimate))
-
-
 def _sizes(estimate: MemoryEstimate) -> Iterator[str]:
     persistent = estimate.weights + estimate.gradients + estimate.optimizer + estimate.communication
-    for size in (persistent, estimate.activations, estimate.embeddings + estimate.loss, estimate.total):
+    for size in (persistent, estimate.activations, estimate.loss, estimate.to_dict()["total"]):
         yield f"{size / GIB:.2f}"
 
 
-def main() -> None:
-    """Print the table that the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", nargs="?", choices=["all", "adapters"], default="all", help="trained weights")
-    if parser.parse_args().table == "adapters":
-        heads = ["model", "GPUs", "how", "frozen layers", "weights", *SIZES]
-        print(markdown_table(heads, rows_with_adapters(), align="lrllrrrrr"))
-    else:
-        heads = ["model", "tokens", "GPUs", "how", "mini-batch", *SIZES]
-        print(markdown_table(heads, rows(), align="lrrlrrrrr"))
-
-
 if __name__ == "__main__":
-    main()
+    heads = ["model", "tokens", "GPUs", "how", "mini-batch", *SIZES]
+    print(markdown_table(heads, rows(), align="lrrlrrrrr"))

@@ -5,8 +5,6 @@ from functools import partial
 from pkgutil import resolve_name
 from typing import Any, Literal
 
-from cyclopts import CycloptsError
-
 import mote
 from mote.analysis.options import AnalyzeOptions
 from mote.checkpoints.options import WriteOptions
@@ -132,35 +130,19 @@ def analyze(models: list[str], *, out: str | None = None, options: AnalyzeOption
     return mote.analyze(models, out, options)
 
 
-def memory(
-    src: str,
-    *,
-    revision: str | None = None,
-    experts: list[str] | None = None,
-    lora_rank: int | None = None,
-    lora_targets: Literal["all-linear", "shared", "experts"] | None = None,
-    base_dtype: Literal["float32", "bfloat16"] | None = None,
-    **settings: Any,
-) -> Any:
+def memory(src: str, *, revision: str | None = None, experts: list[str] | None = None, **settings: Any) -> Any:
     """Estimate the memory of training.
 
-    The estimate is for a step of contrastive training with AdamW, on each device. No weights are read.
+    The estimate is for a step of contrastive training with AdamW, on each GPU. No weights are read.
 
     Args:
         src: MoTE or dense model: a folder, or an id on the Hub.
         revision: Branch, tag or commit of SRC on the Hub.
         experts: Experts of the MoTE upcycled from a dense SRC.
-        lora_rank: Rank of LoRA adapters. Default: all weights are trained.
-        lora_targets: Layers that get adapters. Default: all-linear.
-        base_dtype: Data type of the frozen linear layers under adapters. Default: float32.
     """
     from mote.training.memory import config_of
 
-    adapters = {"r": lora_rank, "targets": lora_targets, "base_dtype": base_dtype}
-    given = {name: value for name, value in adapters.items() if value is not None}
-    if given and lora_rank is None:
-        raise CycloptsError(msg="--lora-targets and --base-dtype are settings of adapters: add --lora-rank")
-    return mote.estimate_memory(config_of(src, revision, experts), peft=given or None, **settings)
+    return mote.estimate_memory(config_of(src, revision, experts), **settings)
 
 
 def export(
