@@ -339,7 +339,7 @@ class MoTEConfig(PreTrainedConfig):
             f"No task for the text {text[:60]!r}: {reason}, and the model has no default_task.{hint}"
             f"{alternatives('', self.tasks)}\nPass `task=` or `prompt_name=`, in training `prompts=`. Else load "
             f'with default_prompt_name="{task}" or config_kwargs={{"default_task": "{task}"}}, '
-            f"or write it into a folder: `mote set DIR default_task={task}`."
+            f"or write it into a folder: `mote set DIR --default-task {task}`."
         )
 
     def warn_of_instructions(self, inputs: Sequence[Any], prompt: str | None) -> None:

@@ -91,7 +91,7 @@ def main() -> None:
             sum(file.stat().st_size for file in folder.glob("*.safetensors")) for folder in (artefact, larger)
         )
         print(f"the extracted expert: {expert / 1e6:.1f} MB, the whole model: {whole / 1e6:.1f} MB")
-        mote.transform(finished, out / "received", mote.experts.add, "trivia", mote.experts.open_artefact(artefact))
+        mote.transform(finished, out / "received", mote.experts.add, "trivia", mote.experts.open_expert(artefact))
         received = SentenceTransformer(str(out / "received"), trust_remote_code=True)
         texts = trivia["test"]["text"][:8]
         ours, theirs = (each.encode(texts, prompt_name="trivia") for each in (model, received))

@@ -26,7 +26,7 @@ def test_results_are_shown_as_tables(fresh_folder: Path) -> None:
     plan = mote.plan_upcycling(SMALL_ENCODER, "out")
     assert repr(plan).startswith("source:            ")
     assert "| 3.7 M active, 6.1 M in all: " in plan._repr_markdown_()
-    estimate = mote.estimate_memory(experts.config, batch_size=4, length=8)
+    estimate = mote.estimate_memory(plan.config, batch_size=4, length=8)
     assert "\n| total  " in repr(estimate)
     evaluation = mote.Evaluation({"a": {"x": 1.0}}, {"x": "STS"})
     assert "| STS (1)                | 1.00 |" in repr(evaluation)

@@ -252,7 +252,7 @@ def wrong_command_lines(verb: list[str], rest: list[str]) -> Iterator[list[str]]
                 "interpolate SRC --out OUT --weight 0.5",
                 "export SRC --out OUT --expert a",
                 "compress SRC --out OUT --rank 1",
-                "set SRC default_task=a",
+                "set SRC --default-task a",
                 "memory SRC --batch-size 8 --length 8",
                 "experts list SRC",
                 "experts extract SRC a --out OUT",

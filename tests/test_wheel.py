@@ -146,7 +146,7 @@ print(model.encode_query(["whales"]).shape, mote.__version__)
 """
     assert "(1, 256) 0.1.0" in run(mote.with_name("python"), "-c", encode, cwd=place)
     run(mote, "export", "small-mote", "--expert", "clustering", "--out", "dense", cwd=place)
-    run(mote, "set", "small-mote", "default_task=clustering", cwd=place)
+    run(mote, "set", "small-mote", "--default-task", "clustering", cwd=place)
     settings = ("max_steps=2", "batch_size=16", "mini_batch_size=8", "eval_steps=null")
     run(mote, "train", "smoke", f"model.source={source}", *(f"training.{one}" for one in settings), cwd=place)
     assert (place / "runs" / "smoke" / "model" / "model.safetensors").is_file()

@@ -90,7 +90,7 @@ def test_a_text_without_a_task_is_told_what_to_write(folder: Path) -> None:
         SentenceTransformer(str(folder), trust_remote_code=True).encode("Prices rise.")
     first, *others = str(error.value).splitlines()
     assert first == shown.strip()
-    for way in ("task=", "prompt_name=", "default_prompt_name=", "config_kwargs=", "mote set DIR default_task="):
+    for way in ("task=", "prompt_name=", "default_prompt_name=", "config_kwargs=", "mote set DIR --default-task "):
         assert way in " ".join(others)
 
 

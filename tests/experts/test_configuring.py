@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import contents, dense_checkpoint, files_in, read_json, trusted
+from helpers.checkpoints import contents, files_in, read_json, trusted
 from helpers.kills import stop_everywhere
 from helpers.on_disk import export
 from sentence_transformers import SentenceTransformer
@@ -32,7 +32,7 @@ def test_a_default_task_serves_callers_without_arguments(place: Path) -> None:
         trusted(place).encode(TEXTS)
     weights = (place / "model.safetensors").read_bytes()
     (place / "notes.txt").write_text("mine")
-    assert main(["set", str(place), "default_task=clustering"]) == 0
+    assert main(["set", str(place), "--default-task", "clustering"]) == 0
     assert (place / "model.safetensors").read_bytes() == weights
     assert (place / "notes.txt").read_text() == "mine"
     model = trusted(place)
@@ -56,23 +56,24 @@ def test_everything_that_names_the_settings_follows(place: Path) -> None:
     assert "| `clustering` | `clustering` | `Topic: ` |" in card
     assert "Texts without a task: the task `sts`." in card
     step = read_steps(place)[-1]
-    changes = {"instruction.clustering": "Topic: ", "instruction.sts": "", "default_task": "sts"}
-    assert (step["step"], step["settings"]) == ("set", {"changes": changes})
-    words = "'instruction.clustering=Topic: ' instruction.sts= default_task=sts"
+    instructions = {"clustering": "Topic: ", "sts": ""}
+    assert (step["step"], step["settings"]) == ("set", {"default_task": "sts", "instructions": instructions})
+    words = "--default-task sts --instruction 'clustering=Topic: ' --instruction sts="
     assert step["command"] == f"mote set small-mote {words} --overwrite"
     model = trusted(place)
     assert (model.encode(["Topic: bread"]) == model.encode(["bread"], prompt_name="clustering")).all()
-    mote.configure(place, default_task=None)
+    mote.configure(place, default_task="none")
     assert read_json(place / "config.json")["default_task"] is None
-    assert read_steps(place)[-1]["command"] == "mote set small-mote default_task= --overwrite"
+    assert read_steps(place)[-1]["command"] == "mote set small-mote --default-task none --overwrite"
 
 
 def test_texts_that_may_not_pick_their_expert(place: Path) -> None:
-    assert main(["set", str(place), "default_task=sts", "route_by_text=false"]) == 0
+    assert main(["set", str(place), "--default-task", "sts", "--no-route-by-text"]) == 0
     closed = trusted(place)
     text = "clustering: whales"
     assert (closed.encode(text) == closed.encode(text, task="sts")).all()
-    assert read_steps(place)[-1]["command"] == "mote set small-mote default_task=sts route_by_text=false --overwrite"
+    command = "mote set small-mote --default-task sts --no-route-by-text --overwrite"
+    assert read_steps(place)[-1]["command"] == command
     by_itself = "A text that already begins with an instruction is routed to the expert of that instruction."
     assert by_itself not in (place / "README.md").read_text()
     mote.configure(place, route_by_text=True)
@@ -96,7 +97,7 @@ def test_what_others_wrote_into_the_card_stays(fresh_folder: Path, tmp_path: Pat
     assert "## Training Details\n\nThree epochs." in after
     assert "Texts without a task: the task `sts`." in after
     assert "upcycled from\n[small-encoder]" in after
-    assert "\nmote set small-mote default_task=sts --overwrite\n" in after
+    assert "\nmote set small-mote --default-task sts --overwrite\n" in after
 
 
 def test_reworded_prompts_stay(place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -132,7 +133,7 @@ def test_reworded_prompts_stay(place: Path, tmp_path: Path, caplog: pytest.LogCa
 
 def test_another_expert_for_a_task(place: Path) -> None:
     before = trusted(place)
-    assert main(["set", str(place), "expert.sts=clustering", "expert.topics=clustering"]) == 0
+    assert main(["set", str(place), "--task", "sts=clustering", "--task", "topics=clustering"]) == 0
     model = trusted(place)
     for task in ("sts", "topics"):
         assert (model.encode(TEXTS, task=task) == before.encode(TEXTS, task="clustering")).all()
@@ -144,30 +145,28 @@ def test_another_expert_for_a_task(place: Path) -> None:
 def test_into_another_folder(place: Path, tmp_path: Path) -> None:
     before = contents(place)
     out = tmp_path / "out"
-    assert main(["set", str(place), "default_task=clustering", "--out", str(out)]) == 0
-    assert main(["set", str(out), "default_task=none"]) == 0
+    assert main(["set", str(place), "--default-task", "clustering", "--out", str(out)]) == 0
+    assert main(["set", str(out), "--default-task", "none"]) == 0
     assert contents(place) == before
     assert files_in(out) == files_in(place) | {"mote.json"}
     assert read_json(out / "config.json")["default_task"] is None
-    assert main(["set", str(place), "default_task=clustering", "--out", str(out)]) == 1  # it is in use
-    assert main(["set", str(place), "default_task=clustering", "--out", str(out), "--overwrite"]) == 0
+    assert main(["set", str(place), "--default-task", "clustering", "--out", str(out)]) == 1  # it is in use
+    assert main(["set", str(place), "--default-task", "clustering", "--out", str(out), "--overwrite"]) == 0
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--default-tsk", "sts"], "Did you mean --default-task?"),
+        (["--task", "sts=clusterin"], "'clusterin'"),
         (
-            ["default_tsk=sts"],
-            "Unknown setting 'default_tsk'. Did you mean 'default_task'? Available: 'default_task', ",
+            ["--default-task", "clusterin"],
+            "Unknown default_task 'clusterin'. Did you mean 'clustering'? Available: ",
         ),
-        (["route_by_text=no"], "route_by_text must be True or False, got 'no'"),
-        (["instruction.=x"], "Unknown setting 'instruction.'. Did you mean 'instruction.TASK'?"),
-        (["expert.sts=clusterin"], "'clusterin'"),
-        (["default_task=clusterin"], "Unknown default_task 'clusterin'. Did you mean 'clustering'? Available: "),
-        (["instruction.topics=x"], "Unknown task of an instruction: 'topics'. Available: 'classification', "),
-        (["instruction.clustering=search_query: "], "already stands for the expert 'clustering'"),
-        (["default_task=sts", "default_task=sts"], "'default_task=sts': expected NAME=VALUE, each name once"),
-        (["default_task"], "'default_task': expected NAME=VALUE"),
+        (["--instruction", "topics=x"], "Unknown task of an instruction: 'topics'. Available: 'classification', "),
+        (["--instruction", "clustering=search_query: "], "already stands for the expert 'clustering'"),
+        (["--task", "sts=clustering", "--task", "sts=clustering"], "expected NAME=VALUE, each name once"),
+        (["--task", "sts"], "'sts': expected NAME=VALUE"),
     ],
 )
 def test_what_cannot_be_set(words: list[str], message: str, upcycled: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,15 +180,15 @@ def test_of_a_folder_with_one_expert(place: Path, tmp_path: Path, capsys: pytest
     SentenceTransformer(str(place), trust_remote_code=True, model_kwargs={"experts": ["clustering"]}).save_pretrained(
         str(tmp_path / "one")
     )
-    assert main(["set", str(tmp_path / "one"), "default_task=sts"]) == 1
+    assert main(["set", str(tmp_path / "one"), "--default-task", "sts"]) == 1
     assert "Task 'sts' needs the expert 'classification', which was not loaded" in capsys.readouterr().err
-    assert main(["set", str(tmp_path / "one"), "default_task=clustering"]) == 0
+    assert main(["set", str(tmp_path / "one"), "--default-task", "clustering"]) == 0
     assert 'encode(texts, prompt_name="clustering")' in capsys.readouterr().out
 
 
 def test_killed_at_any_moment(upcycled: Path, tmp_path: Path) -> None:
     out = tmp_path / "place" / "tiny-mote"
-    killed = stop_everywhere(out, "set", out, "default_task=sts", old=upcycled)
+    killed = stop_everywhere(out, "set", out, "--default-task", "sts", old=upcycled)
     assert {result.status for result in killed} == {-signal.SIGKILL}
     assert {result.out for result in killed} == {"old", "absent", "new"}
     between_two_renames = [result.replaced for result in killed if result.out == "absent"]
@@ -198,12 +197,5 @@ def test_killed_at_any_moment(upcycled: Path, tmp_path: Path) -> None:
 
 def test_files_that_cannot_grow(upcycled: Path, tmp_path: Path) -> None:
     out = tmp_path / "place" / "tiny-mote"
-    for result in stop_everywhere(out, "set", out, "default_task=sts", how="file size", old=upcycled):
+    for result in stop_everywhere(out, "set", out, "--default-task", "sts", how="file size", old=upcycled):
         assert (result.status, result.out, result.left) == (1, "old", [])
-
-
-def test_a_token_routed_model_never_asks_the_text(tmp_path: Path) -> None:
-    folder = mote.upcycle(str(dense_checkpoint(tmp_path / "dense")), tmp_path / "routed", routing="token")
-    for settings in ({"route_by_text": False}, {"tasks": {"sts": "clustering"}}):
-        with pytest.raises(ValueError, match=r"(route_by_text|expert\.sts) has no effect here"):
-            mote.configure(folder, **settings)

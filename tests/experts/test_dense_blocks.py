@@ -14,7 +14,7 @@ from transformers import AutoModel
 import mote
 from mote.checkpoints.provenance import read_steps
 from mote.cli import main
-from mote.experts import open_dense_blocks
+from mote.experts import open_expert
 from mote.remote.modeling_mote import MoTEModel
 
 
@@ -48,7 +48,7 @@ def test_an_expert_halfway_to_the_dense_model(trained: Path, dense: Path, tmp_pa
 
 def test_the_blocks_have_the_dtype_of_the_mote(trained: Path, dense: Path) -> None:
     model = MoTEModel.from_pretrained(trained, dtype=torch.bfloat16)
-    mote.experts.merge(model, {open_dense_blocks(dense): 1, "clustering": 1}, "near_start")
+    mote.experts.merge(model, {open_expert(dense): 1, "clustering": 1}, "near_start")
     assert {weight.dtype for weight in mote.experts.weights(model, "near_start").values()} == {torch.bfloat16}
 
 

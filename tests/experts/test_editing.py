@@ -263,7 +263,7 @@ INVALID: list[tuple[Callable[[Any], Any], str]] = [
     ),
     (
         lambda model: mote.experts.remove(model, "classification"),
-        r"'pair_classification', 'sts', 'summarization': name the .*tasks=\{'pair_c",
+        r"'pair_classification', 'sts', 'summarization': name the .* `--task pair_classification=EXPERT`",
     ),
     (lambda model: mote.experts.rename(model, "clusterin", "x"), "Did you mean 'clustering'"),
     (lambda model: mote.experts.rename(model, "clustering", "sts"), "'sts' is already a task, of the expert 'classif"),

@@ -16,8 +16,7 @@ import mote
 from mote import WriteOptions, upcycle
 from mote.checkpoints.provenance import read_steps
 from mote.cli import main
-from mote.experts import extract, list_experts
-from mote.experts.artefact import open_artefact
+from mote.experts import extract, list_experts, open_expert
 from mote.remote.modeling_mote import MoTEModel
 
 
@@ -90,7 +89,7 @@ def test_the_list(with_legal: Path, capsys: pytest.CaptureFixture[str]) -> None:
             "experts must be a list of different names, at least one, got ",
         ),
         (["add", "{}", "mean", "--name", "a.b"], "must be one word"),
-        (["add", "{}", "{}", "--name", "x"], "is a whole MoTE, not a dense model: `mote experts extract` writes one"),
+        (["add", "{}", "{}", "--name", "x"], "What works: the dense model that"),
         (
             ["add", "nobody/nothing", "mean", "--name", "x"],
             "nobody/nothing is neither a folder nor available on the Hub",
@@ -105,7 +104,10 @@ def test_the_list(with_legal: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["merge", "{}", "clustering", "clustering=2", "--name", "x"], "each name once"),
         (["remove", "{}", "clusterin"], "Unknown expert 'clusterin'"),
         (["remove", "{}", "clustering", "--task", "clustering=a", "--task", "clustering=b"], "each name once"),
-        (["remove", "{}", "search_query"], "(`--task query=classification`), or None (`--task query=`)"),
+        (
+            ["remove", "{}", "search_query"],
+            "as in `--task query=EXPERT`, or none (`--task query=`) to remove the task as well",
+        ),
         (["rename", "{}", "clustering", "sts"], "'sts' is already a task"),
         (["extract", "{}", "clusterin"], "Unknown expert 'clusterin'. Did you mean 'clustering'?"),
         (["extract", "{}", "sts"], "Unknown expert 'sts'"),
@@ -140,7 +142,7 @@ def test_output_folders(tiny_mote: Path, with_legal: Path, tmp_path: Path, capsy
     assert "is, holds or lies in the source" in refused(*extracting, "--overwrite")
     files = extract(str(folder), "clustering", tmp_path / "files")
     assert main(["experts", "extract", str(with_legal), "legal", "--out", str(files), "--overwrite"]) == 0
-    assert open_artefact(str(files)).name == "legal"
+    assert open_expert(str(files)).name == "legal"
     with pytest.raises(ValueError, match="is, holds or lies in the source"):
         extract(str(folder), "clustering", folder / "clustering")
     inside = extract(str(with_legal), "legal", folder / "legal")
@@ -148,7 +150,7 @@ def test_output_folders(tiny_mote: Path, with_legal: Path, tmp_path: Path, capsy
         with pytest.raises(ValueError, match="is, holds or lies in the source"):
             add(with_legal, inside, place, name="x", instruction="x: ", overwrite=True)
     add(folder, inside, None, name="x", instruction="x: ", overwrite=True)  # in place, other files stay
-    assert open_artefact(str(inside)).name == "legal"
+    assert open_expert(str(inside)).name == "legal"
 
 
 @pytest.mark.long

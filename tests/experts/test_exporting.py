@@ -182,7 +182,7 @@ def test_the_command(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     [
         (["--backend", "onx"], 'Invalid value "onx" for --backend'),
         (["--quantize", "int4"], 'Invalid value "int4" for --quantize'),
-        (["--format", "published"], "'bert' has no published format besides the native one"),
+        (["--format", "published"], "Unknown architecture with a published format of its own: 'bert'"),
         (["--quantize", "int8"], "quantize is for the backends 'onnx' and 'openvino'"),
         (["--texts", str(SMALL_ENCODER / "README.md")], "texts are for the backends 'onnx' and 'openvino'"),
         (["--texts", "no-such-file"], "No such file"),

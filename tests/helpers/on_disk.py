@@ -13,7 +13,7 @@ from mote import WriteOptions
 from mote.data.texts import read_texts
 from mote.experts import list_experts
 from mote.experts.artefact import ExpertArtefact
-from mote.experts.dense import opened
+from mote.experts.starts import open_word
 from mote.inference.runtimes import convert
 
 # Each verb over a model of the experts alpha and beta, in memory.
@@ -32,7 +32,7 @@ VERBS: dict[str, Callable[[Any], Any]] = {
 
 def add(src: Path, start: str | Path, out: Path | None, name: str | None = None, **settings: Any) -> Path:
     """`mote experts add`."""
-    found = opened(str(start))
+    found = open_word(str(start))
     name = name or (found.name if isinstance(found, ExpertArtefact) else str(found))
     options = WriteOptions(overwrite=settings.pop("overwrite", False))
     return mote.transform(src, out, mote.experts.add, name, found, options=options, **settings)
@@ -40,7 +40,7 @@ def add(src: Path, start: str | Path, out: Path | None, name: str | None = None,
 
 def merge(src: Path, experts: Mapping[str, float], name: str, out: Path, **settings: Any) -> Path:
     """`mote experts merge`."""
-    found = {opened(word): weight for word, weight in experts.items()}
+    found = {open_word(word): weight for word, weight in experts.items()}
     return mote.transform(src, out, mote.experts.merge, found, name, **settings)
 
 

@@ -399,7 +399,7 @@ NOT_LOADED = "needs the expert 'clustering', which was not loaded"
         (RULES, ["y"], None, "Find: ", AVAILABLE),
         (ROLES, ["x"], "query", None, "No task for the text 'x'"),
         ({"experts": ["a", "b"], "instructions": {"a": "", "b": ""}}, ["x"], None, "", "No task"),
-        ({"loaded_experts": ["search_query"]}, ["x"], None, None, "`mote set DIR default_task=search_query`"),
+        ({"loaded_experts": ["search_query"]}, ["x"], None, None, "`mote set DIR --default-task search_query`"),
         # An input without a text has no default task.
         *[
             (WITH_DEFAULT, ["x", value], None, prompt, NO_TEXT)

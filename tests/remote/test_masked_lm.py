@@ -375,8 +375,8 @@ def test_verbs_that_make_another_model_say_that_the_head_is_left_out(
 def test_an_expert_fits_with_and_without_the_head(folder: Path, headless: Path, tmp_path: Path) -> None:
     """The base that an artefact belongs to is what experts rely on, which the head is not."""
     verbs.extract(str(headless), "beta", tmp_path / "beta")
-    out = transform(folder, tmp_path / "out", verbs.add, "new", verbs.open_artefact(tmp_path / "beta"))
-    assert verbs.open_artefact(tmp_path / "beta").base["hash"] == verbs.list_experts(str(out)).base_hash
+    out = transform(folder, tmp_path / "out", verbs.add, "new", verbs.open_expert(tmp_path / "beta"))
+    assert verbs.open_expert(tmp_path / "beta").base == verbs.list_experts(str(out)).base_hash
 
 
 def test_a_copy_in_memory_is_tied_to_itself(folder: Path) -> None:

@@ -72,7 +72,7 @@ VERBS = {
     "interpolate": Verb("experts:interpolate", "Move experts towards their mean.", on_disk=True),
     "export": Verb("cli.verbs:export", "Write one expert as a dense model."),
     "compress": Verb("experts:compress", "Make experts take less memory.", on_disk=True),
-    "set": Verb("cli.verbs:set_values", "Set default task, tasks of experts, instructions and routing."),
+    "set": Verb("experts.configuring:configure", "Set default task, tasks of experts, instructions and routing."),
     "memory": Verb(
         "cli.verbs:memory", "Estimate the memory of training.", report=True, settings="training.memory:estimate_memory"
     ),

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import mote
 from mote.analysis.options import AnalyzeOptions
-from mote.checkpoints.options import WriteOptions
 from mote.cli.build import EditOptions, ResultOptions, show, transform, weights, without_bars
 from mote.corpora.options import EmbedOptions, FilterOptions, MineOptions
 from mote.evaluation.options import EvaluateOptions
@@ -183,31 +182,6 @@ def export(
         logger.info('mote.load_exported("%s", backend="%s").encode(texts)', options.out, backend)
 
 
-def set_values(
-    src: str,
-    settings: dict[str, str],
-    *,
-    out: str | None = None,
-    revision: str | None = None,
-    options: WriteOptions,
-) -> None:
-    """Set default task, tasks of experts, instructions and routing.
-
-    Prompts and card are updated.
-
-    Args:
-        src: MoTE: a folder, or an id on the Hub.
-        settings: default_task=TASK (none: no default), route_by_text=false (an instruction in a text does not pick its
-            expert), expert.TASK=EXPERT, instruction.TASK=TEXT, definition.TASK=TEXT, instruction_pooling=excluded or
-            end_token=TOKEN.
-        out: Output folder. Default: SRC itself.
-        revision: Branch, tag or commit of SRC on the Hub.
-    """
-    from mote.experts.configuring import parse_settings
-
-    mote.configure(src, out, **parse_settings(settings), revision=revision, options=options)
-
-
 def add_expert(
     src: str,
     expert: str,
@@ -227,9 +201,9 @@ def add_expert(
         tasks: Additional tasks of the expert.
     """
     from mote.experts.artefact import ExpertArtefact
-    from mote.experts.dense import opened
+    from mote.experts.starts import open_word
 
-    start = opened(expert)
+    start = open_word(expert)
     name = name or (start.name if isinstance(start, ExpertArtefact) else None)
     if name is None:
         raise ValueError(f"The new expert, a copy of {expert!r}, needs a name of its own: give it one with `--name`")
@@ -254,7 +228,7 @@ def merge_experts(
         instruction: Instruction in front of the new expert's texts.
         tasks: Additional tasks of the expert.
     """
-    from mote.experts.dense import opened
+    from mote.experts.starts import open_word
 
-    opened_weights = {opened(expert): weight for expert, weight in weights(experts, default=1.0).items()}
+    opened_weights = {open_word(expert): weight for expert, weight in weights(experts, default=1.0).items()}
     transform(src, options, mote.experts.merge, opened_weights, name, instruction=instruction, tasks=tasks)

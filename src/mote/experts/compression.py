@@ -3,7 +3,6 @@
 import logging
 
 import torch
-from torch import nn
 
 from mote.checkpoints.tensors import without_head
 from mote.checkpoints.transform import Verb
@@ -62,7 +61,7 @@ def compress(model: MoTEModel, *, rank: int | None = None, bits: int | None = No
         relative_error(model, compressed),
     )
     if after >= before:
-        logger.warning("note: this takes no less memory than uncompressed experts; %s", _ranks_that_save(model))
+        logger.warning("note: this takes no less memory than uncompressed experts: choose a lower rank, or --bits 8")
     moved: CompressedModel = compressed.to(model.device)  # type: ignore[arg-type]
     return moved.train(model.training)
 
@@ -87,12 +86,3 @@ def relative_error(model: MoTEModel, compressed: MoTEModel) -> float:
             lost += float((after[path].cpu().double() - original).square().sum())
             total += float(original.square().sum())
     return (lost / total) ** 0.5 if total else 0.0
-
-
-def _ranks_that_save(model: MoTEModel) -> str:
-    count = len(model.config.experts)
-    experts = [block.experts[model.config.experts[0]] for block in model.blocks]
-    shapes = [linear.weight.shape for expert in experts for linear in expert.modules() if isinstance(linear, nn.Linear)]
-    full, by_rank = sum(rows * columns for rows, columns in shapes), sum(map(sum, shapes))
-    largest = ((count - 1) * full - 1) // (count * by_rank)  # full + count * rank * by_rank < count * full
-    return f"ranks up to {largest} do" if largest > 0 else "with so few experts, no rank does"

@@ -12,13 +12,11 @@ import torch
 from torch import nn
 
 from mote.checkpoints.reading import Checkpoint, require_expert
-from mote.checkpoints.tensors import weight_name
 from mote.checkpoints.transform import Verb
 from mote.experts.artefact import ExpertArtefact
-from mote.experts.blocks import set_experts
+from mote.experts.blocks import mean_of_experts, set_experts, weights_by_expert
 from mote.experts.checks import require_editable, require_same_shapes
-from mote.experts.dense import weights_of_blocks
-from mote.experts.means import mean_of_experts
+from mote.experts.starts import weights_of_blocks
 from mote.remote.architectures_mote import architecture_of
 from mote.remote.configuration_mote import PAPER_INSTRUCTIONS, MoTEConfig, require_known
 
@@ -48,8 +46,8 @@ def add(
         model: A MoTE in memory; changed in place.
         name: Name of the expert.
         start: Its initial weights: those of an expert, the `"mean"` of all experts (unless an expert has that name),
-            an artefact (from `open_artefact`), a dense model (from `open_dense_blocks`), or the weights themselves, as
-            `weights` returns them.
+            an extracted expert or a dense model (from `open_expert`), or the weights themselves, as `weights` returns
+            them.
         instruction: Text in front of its inputs; or task → text, if its tasks differ. Default: the artefact's, also if
             it has none; else the config's for that task, else the paper's, else none, so that only `task=` selects the
             expert.
@@ -133,8 +131,7 @@ def weights(model: "MoTEModel", name: str) -> dict[str, torch.Tensor]:
     """
     require_editable(model, uncompressed=True)
     require_expert(model.config, name)
-    named = ((weight_name(key, model.config), weight) for key, weight in model.state_dict().items())
-    return {found.dense: weight for found, weight in named if found.expert == name}
+    return weights_by_expert(model.config, model.state_dict())[name]
 
 
 def weights_of(
@@ -209,11 +206,9 @@ def _without_expert(config: MoTEConfig, name: str, moved: Mapping[str, str | Non
         require_known(task, own, f"task of the expert {name!r}:")
     missing = [task for task in own if task not in moved and task != name]
     if missing:
-        other = next((expert for expert in config.experts if expert != name), "EXPERT")
         raise ValueError(
             f"The expert {name!r} serves the tasks {', '.join(map(repr, missing))}: name the new expert of each, as in "
-            f"tasks={{{missing[0]!r}: {other!r}}} (`--task {missing[0]}={other}`), or None (`--task {missing[0]}=`) to "
-            "remove the task as well"
+            f"`--task {missing[0]}=EXPERT`, or none (`--task {missing[0]}=`) to remove the task as well"
         )
     removed = [task for task in own if not moved.get(task)]
     experts = [expert for expert in config.experts if expert != name]

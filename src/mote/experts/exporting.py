@@ -13,9 +13,11 @@ from transformers import AutoModel, PreTrainedModel
 
 from mote.checkpoints import nomic
 from mote.checkpoints.reading import ATTENTION_POOLING, is_mote, mote_class, require_expert
-from mote.checkpoints.tensors import weight_name, without_head
+from mote.checkpoints.tensors import without_head
 from mote.checkpoints.transform import Verb
+from mote.experts.blocks import weights_by_expert
 from mote.experts.checks import require_plain_weights, require_task_experts
+from mote.remote.configuration_mote import require_known
 
 if TYPE_CHECKING:
     from mote.remote.configuration_mote import MoTEConfig
@@ -53,24 +55,15 @@ def export(
     require_task_experts(model.config)
     require_plain_weights(model)
     require_expert(model.config, name)
-    published = _published_settings(model.config.backbone_config) if format == "published" else {}
-    weights: dict[str, torch.Tensor] = {}
-    for key, weight in dequantized_state_dict(model, name).items():
-        found = weight_name(key, model.config)
-        if found.expert in (None, name):  # an expert's own come after the shared mean of compressed ones
-            weights[found.dense] = weight.clone()
-    dense = native_model(model, weights, [name])
-    dense.config.update(published)
+    backbone: Any = model.config.backbone_config
+    if format == "published":
+        require_known(backbone.model_type, [*PUBLISHED], "architecture with a published format of its own:")
+    parts = weights_by_expert(model.config, dequantized_state_dict(model, name))
+    # The expert's own replace the mean that compressed ones share.
+    dense = native_model(model, {key: weight.clone() for key, weight in (parts[None] | parts[name]).items()}, [name])
+    if format == "published":
+        dense.config.update(PUBLISHED[backbone.model_type](backbone))
     return dense
-
-
-def _published_settings(config: Any) -> dict[str, Any]:
-    if config.model_type not in PUBLISHED:
-        raise ValueError(
-            f"{config.model_type!r} has no published format besides the native one: leave out `--format published`, "
-            f"which is for {', '.join(PUBLISHED)}"
-        )
-    return PUBLISHED[config.model_type](config)
 
 
 def dequantized_state_dict(model: nn.Module, expert: str) -> dict[str, torch.Tensor]:

@@ -9,13 +9,12 @@ import torch
 from transformers import PreTrainedModel
 
 from mote.checkpoints.reading import Checkpoint
-from mote.checkpoints.tensors import weight_name, without_head
 from mote.checkpoints.transform import Verb
 from mote.experts import editing
 from mote.experts.artefact import ExpertArtefact
+from mote.experts.blocks import mean, mean_of_experts, weights_by_expert
 from mote.experts.checks import require_editable, require_mergeable
 from mote.experts.exporting import native_model
-from mote.experts.means import mean, mean_of_experts
 from mote.remote.configuration_mote import MoTEConfig, require_known
 
 if TYPE_CHECKING:
@@ -38,16 +37,9 @@ def average(model: "MoTEModel") -> PreTrainedModel:
         ValueError: If the model is token-routed, compressed or quantised, lacks experts, or has adapters.
     """
     require_mergeable(model)
-    dense: dict[str, torch.Tensor] = {}
-    of_experts: dict[str, list[torch.Tensor]] = {}
-    for key, weight in without_head(model.state_dict()).items():
-        found = weight_name(key, model.config)
-        if found.expert is None:
-            dense[found.dense] = weight.clone()
-        else:
-            of_experts.setdefault(found.dense, []).append(weight)
-    dense |= {name: mean(weights).to(weights[0]) for name, weights in of_experts.items()}
-    return native_model(model, dense, list(model.config.experts))
+    experts = weights_by_expert(model.config, model.state_dict())
+    shared = {name: weight.clone() for name, weight in experts.pop(None).items()}
+    return native_model(model, shared | mean_of_experts([*experts.values()]), list(model.config.experts))
 
 
 @Verb("interpolate", "made by moving the experts towards their mean, of")
@@ -68,15 +60,12 @@ def interpolate(model: "MoTEModel", weight: float | Mapping[str, float]) -> "MoT
     require_mergeable(model)
     shares = _interpolation_weights(model.config, weight)
     interpolated = copy.deepcopy(model)
-    groups: dict[str, dict[str, torch.Tensor]] = {}
-    for key, tensor in interpolated.state_dict().items():
-        found = weight_name(key, model.config)
-        if found.expert is not None:
-            groups.setdefault(found.dense, {})[found.expert] = tensor
-    for tensors in groups.values():
-        center = mean(list(tensors.values()))
-        for expert, tensor in tensors.items():  # a state dict holds the model's own tensors
-            tensor.copy_(torch.lerp(tensor.to(center), center, shares[expert]))
+    parts = weights_by_expert(model.config, interpolated.state_dict())  # a state dict holds the model's own tensors
+    experts = {name: parts[name] for name in model.config.experts}
+    for key in experts[model.config.experts[0]]:
+        center = mean([weights[key] for weights in experts.values()])
+        for name, weights in experts.items():
+            weights[key].copy_(torch.lerp(weights[key].to(center), center, shares[name]))
     return interpolated
 
 
@@ -93,8 +82,8 @@ def merge(
 
     Args:
         model: A MoTE in memory; changed in place.
-        experts: Expert, artefact (from `open_artefact`), or dense model (from `open_dense_blocks`) → its weight in the
-            mean, above 0. Weights are scaled to sum to 1.
+        experts: Expert, or an extracted one or dense model (from `open_expert`) → its weight in the mean, above 0.
+            Weights are scaled to sum to 1.
         name: Name of the new expert.
         instruction: As in `add`.
         tasks: As in `add`.

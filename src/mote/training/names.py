@@ -38,7 +38,7 @@ def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
         if not settings.instructions and any(map(names.instruction_of, names.tasks)):
             raise ValueError(
                 f"model.instructions is false, but {settings.source} has instructions: remove them first, as in "
-                f"`mote set {settings.source} --out DIR instruction.TASK=`"
+                f"`mote set {settings.source} --out DIR --instruction TASK=`"
             )
     elif settings.kind == "dense":
         if settings.bidirectional:

@@ -1,17 +1,19 @@
-"""The blocks of a dense model as an expert: above all, of the model that a MoTE was trained from."""
+"""Experts from disk: extracted ones, and the blocks of a dense model, as of the one that a MoTE was trained from."""
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import safe_open
 from transformers.utils import CONFIG_NAME
 
 from mote import hub
 from mote.checkpoints.models import load_dense
-from mote.checkpoints.reading import Checkpoint, is_mote, open_checkpoint
+from mote.checkpoints.reading import Checkpoint, open_checkpoint
 from mote.checkpoints.staging import EXPERT_FILE
 from mote.checkpoints.tensors import weight_name
-from mote.experts.artefact import ExpertArtefact, open_artefact
+from mote.experts.artefact import HEADER, ExpertArtefact
 from mote.experts.checks import require_same_shapes
 
 if TYPE_CHECKING:
@@ -21,21 +23,34 @@ BACKBONE = "backbone."  # prefix of the dense model's weights in a MoTE
 POOLER = "pooler."  # which a MoTE lacks: it pools by itself
 
 
-def open_dense_blocks(src: str | Path, revision: str | None = None) -> Checkpoint:
-    """Open a dense model, whose blocks can become an expert or part of one, without reading the weights.
+def open_expert(src: str | Path, revision: str | None = None) -> ExpertArtefact | Checkpoint:
+    """Open what an expert can start from: an extracted expert, or a dense model. Their weights are not read.
 
     Args:
         src: A folder, or an id on the Hub, which is downloaded.
         revision: Branch, tag or commit on the Hub.
 
     Raises:
-        FileNotFoundError: If the source does not exist, or has no config or no weights.
-        ValueError: If it is a MoTE, its config is damaged, or its architecture is not supported.
+        FileNotFoundError: If the source does not exist, or is neither.
+        ValueError: If the architecture of the dense model is not supported.
     """
-    checkpoint = open_checkpoint(str(src), revision)
-    if is_mote(checkpoint.config):
-        raise ValueError(f"{src} is a whole MoTE, not a dense model: `mote experts extract` writes one of its experts")
-    return checkpoint
+    folder, commit = Path(src), None
+    if not folder.is_dir():
+        folder = hub.fetch(str(src), revision, [EXPERT_FILE, CONFIG_NAME])
+        commit = folder.name  # the cache names a snapshot after its commit
+    if not (folder / EXPERT_FILE).is_file():
+        return open_checkpoint(str(src), revision)
+    with safe_open(folder / EXPERT_FILE, framework="pt") as file:
+        description = json.loads(file.metadata()[HEADER])
+    return ExpertArtefact(str(src), folder, commit, **description)
+
+
+def open_word(word: str) -> str | ExpertArtefact | Checkpoint:
+    """Open what a command-line word names: an expert on disk, whose folder or id has a slash or which was extracted.
+
+    Any other word, the name of an expert, is returned unchanged.
+    """
+    return open_expert(word) if "/" in word or (Path(word) / EXPERT_FILE).is_file() else word
 
 
 def weights_of_blocks(checkpoint: Checkpoint, model: "MoTEModel") -> dict[str, torch.Tensor]:
@@ -51,14 +66,3 @@ def weights_of_blocks(checkpoint: Checkpoint, model: "MoTEModel") -> dict[str, t
         f". What works: the dense model that {where} was trained from",
     )
     return {found.dense: theirs[found.dense].to(weight) for found, weight in named if found.expert is not None}
-
-
-def opened(word: str) -> str | ExpertArtefact | Checkpoint:
-    """Open what a command-line word names: an artefact, or a dense model, whose folder or id has a slash.
-
-    Any other word, the name of an expert, is returned unchanged.
-    """
-    if "/" not in word:
-        return open_artefact(word) if (Path(word) / EXPERT_FILE).is_file() else word
-    folder = Path(word) if Path(word).is_dir() else hub.fetch(word, None, [EXPERT_FILE, CONFIG_NAME])
-    return open_artefact(word) if (folder / EXPERT_FILE).is_file() else open_dense_blocks(word)
