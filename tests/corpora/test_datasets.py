@@ -21,7 +21,7 @@ import mote
 from mote.cli import main
 from mote.corpora import runs
 from mote.corpora.encoder import Encoder
-from mote.corpora.options import ModelOptions
+from mote.corpora.options import CorpusOptions
 from mote.corpora.shards import read_embeddings
 from mote.data.columns import check_row, find_columns
 from mote.data.settings import DatasetSource
@@ -266,8 +266,8 @@ def test_fewer_dimensions(data: Path, model: Path) -> None:
 @pytest.mark.slow
 def test_on_ray(data: Path, model: Path) -> None:
     pytest.importorskip("ray")
-    local = contents(mine(data, model, processes=2))
-    assert contents(mine(data, model, "ray", engine="ray", processes=1)) == local
+    local = contents(mine(data, model))
+    assert contents(mine(data, model, "ray", engine="ray", workers=1)) == local
 
 
 @pytest.mark.slow
@@ -303,7 +303,7 @@ def test_two_processes_start_once_and_change_nothing(data: Path, model: Path, mo
         "start_multi_process_pool",
         lambda self, devices: starts.append(devices) or start(self, devices),
     )
-    assert contents(mine(data, model, "two", processes=2)) == one  # one thread each
+    assert contents(mine(data, model, "two", device=["cpu", "cpu"])) == one
     assert starts == [["cpu", "cpu"]]
 
 
@@ -369,15 +369,14 @@ def test_wrong_settings(settings: Any, message: str, data: Path, model: Path) ->
 
 
 @pytest.mark.parametrize("retrieval", ["sparse", "hybrid"])
-def test_a_sparse_teacher_on_one_device(retrieval: Any, data: Path, tmp_path: Path) -> None:
+def test_a_sparse_teacher(retrieval: Any, data: Path, tmp_path: Path) -> None:
     source = dense_checkpoint(tmp_path / "tiny", head="mlm")
     folder = mote.upcycle(source, tmp_path / "sparse", retrieval=retrieval)
     command = ["mine", "retrieval/few", "--model", str(folder), "--data", str(data), "--trust-remote-code"]
     assert main([*command, "--negatives", "1", "--out", str(tmp_path / "mined"), "--device", "cpu"]) == 0
     assert len(rows_in(tmp_path / "mined/retrieval/few/train.jsonl.gz")) == 6
-    for setting in ({"device": ["cpu", "cpu"]}, {"dimensions": 8}):
-        with pytest.raises(ValueError, match="is a sparse encoder: it runs on one device"):
-            mine(data, folder, trust_remote_code=True, **setting)
+    with pytest.raises(ValueError, match="truncate_dim"):
+        mine(data, folder, "fewer", trust_remote_code=True, dimensions=8)
 
 
 def test_a_runtime_loads_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,5 +384,5 @@ def test_a_runtime_loads_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("mote.inference.runtimes.load_exported", lambda *args, **kwargs: asked.append((args, kwargs)))
     monkeypatch.setattr("mote.corpora.encoder.commit_of", lambda *_: "abc")
     with pytest.raises(AttributeError):
-        Encoder("user/exported", ModelOptions(backend="onnx", revision="main", trust_remote_code=True)).model  # noqa: B018
+        Encoder("user/exported", CorpusOptions(backend="onnx", revision="main", trust_remote_code=True)).model  # noqa: B018
     assert asked == [(("user/exported", "onnx"), {"revision": "abc", "trust_remote_code": True})]

@@ -1,8 +1,6 @@
 """`mote embed`: embeddings are those of `encode`, and a run that ends early resumes."""
 
 import json
-import subprocess
-import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +17,9 @@ from sentence_transformers import SentenceTransformer
 
 import mote
 from mote.cli import main
-from mote.corpora import job
+from mote.corpora import engines
 from mote.corpora.encoder import Encoder
-from mote.corpora.options import ModelOptions
+from mote.corpora.options import CorpusOptions
 from mote.corpora.record import Record
 from mote.corpora.shards import read_embeddings
 from mote.files import lock
@@ -113,15 +111,6 @@ def test_experts(trained_folder: Path, corpus: Path) -> None:
     assert not np.allclose(found, encoder.encode(TEXTS, prompt_name="classification"), atol=1e-2)
 
 
-def test_a_task_without_an_instruction(trained: Path) -> None:
-    encoder = trusted(trained)
-    task = next(iter(encoder[0].config.tasks))
-    encoder.prompts.pop(task)
-    own = Encoder(str(trained), ModelOptions())
-    own.model = encoder
-    assert own.arguments(task) == {"task": task, "prompt": ""}
-
-
 def test_a_role_by_another_name_is_not_hidden(corpus: Path, tmp_path: Path) -> None:
     """Sentence-Transformers gives the model an empty prompt `document`."""
     prompts = {"prompts": {"query": "query: ", "passage": "passage: "}}
@@ -143,25 +132,17 @@ def test_a_column_of_tasks(model: Path, tmp_path: Path) -> None:
         embed(model, write_rows(tmp_path / "rows.parquet", rows), "other", task_column="role")
 
 
-@pytest.mark.parametrize(("dtype", "error"), [("float16", 1e-3), ("int8", None)])
-def test_smaller_dtypes(dtype: str, error: float | None, model: Path, corpus: Path) -> None:
-    found, wanted = embeddings_in(embed(model, corpus, dtype=dtype)), expected(model)
-    if error is None:
-        least, largest = wanted[:6].min(0), wanted[:6].max(0)  # of the first shard
-        wanted = wanted.clip(least, largest)
-        assert (abs(found - wanted) <= (largest - least) / 255 * 0.51 + 1e-5).all()
-        assert len(np.unique(found)) > 100
-    else:
-        assert np.allclose(found, wanted, atol=error)
+def test_a_smaller_dtype(model: Path, corpus: Path) -> None:
+    assert np.allclose(embeddings_in(embed(model, corpus, dtype="float16")), expected(model), atol=1e-3)
     column = parquet.read_table(corpus.parent / "out/shard-00001.parquet")["embedding"]
-    assert str(column.type) == f"fixed_size_list<element: {dtype.replace('float16', 'halffloat')}>[16]"
+    assert str(column.type) == "fixed_size_list<element: halffloat>[16]"
 
 
 def test_batches_hold_texts_with_as_many_tokens(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = 2 * ["whales " * 7, "whales " * 7, "w h a l e s " * 4, "w h a l e s " * 4 + "in"]  # 49, 49, 48, 50 letters
     corpus = write_rows(tmp_path / "corpus.jsonl.gz", [{"text": text} for text in texts])
     encoder = SentenceTransformer(str(model))
-    own = Encoder(str(model), ModelOptions())
+    own = Encoder(str(model), CorpusOptions())
     own.model = encoder
     counted = own._count_tokens(texts)
     assert counted == [len(ids) for ids in encoder.tokenizer(texts)["input_ids"]]
@@ -171,22 +152,6 @@ def test_batches_hold_texts_with_as_many_tokens(model: Path, tmp_path: Path, mon
     found = embeddings_in(embed(model, corpus, batch_size=4, shard_size=8))
     assert shapes == [(4, length) for length in sorted(counted, reverse=True)[::4]]
     assert np.allclose(found, encoder.encode(texts), atol=1e-5)
-
-
-def test_a_faiss_index(model: Path, corpus: Path) -> None:
-    faiss = pytest.importorskip("faiss")
-    out = embed(model, corpus, index="Flat")
-    wanted = expected(model, normalize_embeddings=True)
-    scores, rows = faiss.read_index(str(out / "index.faiss")).search(wanted[:3], 20)
-    assert np.array_equal(rows[:, 0], [0, 1, 2])
-    assert np.allclose(scores, np.sort(wanted[:3] @ wanted.T)[:, ::-1], atol=1e-5)
-    before = contents(out)
-    embed(model, corpus, index="Flat")
-    assert contents(out) == before
-    embed(model, corpus, index="HNSW8")  # of the same embeddings
-    assert contents(out)["index.faiss"] != before["index.faiss"]
-    with pytest.raises(RuntimeError, match="could not parse index string"):
-        embed(model, corpus, index="Flet")
 
 
 # Runs that end early -------------------------------------------------------------------------------------------------
@@ -203,13 +168,13 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, at: Call
     monkeypatch.setattr(place, name, call)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_an_interrupted_run_resumes(
     dtype: str, model: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = contents(embed(model, corpus, "whole", dtype=dtype))
     with monkeypatch.context() as patched:
-        interrupted(patched, job, "write_shard", lambda path, *_: "00002" in path.name, KeyboardInterrupt())
+        interrupted(patched, engines, "write_shard", lambda path, *_: "00002" in path.name, KeyboardInterrupt())
         words = ["embed", str(model), str(corpus), "--out", str(corpus.parent / "out"), "--shard-size", "6"]
         assert main([*words, "--dtype", dtype]) == 130
     assert HOW_TO_RESUME in capsys.readouterr().err
@@ -217,7 +182,9 @@ def test_an_interrupted_run_resumes(
         read_embeddings(corpus.parent / "out")
     counts: list[int] = []
     encode = Encoder.encode
-    monkeypatch.setattr(Encoder, "encode", lambda self, texts: counts.append(len(texts.rows)) or encode(self, texts))
+    monkeypatch.setattr(
+        Encoder, "encode", lambda self, _, rows, *more: counts.append(len(rows)) or encode(self, _, rows, *more)
+    )
     out = embed(model, corpus, dtype=dtype)
     assert counts == [6, 2]
     assert contents(out) == whole
@@ -231,7 +198,13 @@ def test_an_interrupted_run_resumes(
         (Record, "update", lambda *_, complete=False, **__: complete, KeyboardInterrupt, {}),  # after the last shard
         (Record, "add", lambda *_, **__: True, KeyboardInterrupt, {}),  # before the first one is recorded
         (Record, "add", lambda *_, **__: True, KeyboardInterrupt, {"overwrite": True}),
-        (job, "write_shard", lambda path, *_: "00002" in path.name, RuntimeError, {"batch_size": 2}),  # a smaller batch
+        (
+            engines,
+            "write_shard",
+            lambda path, *_: "00002" in path.name,
+            RuntimeError,
+            {"batch_size": 2},
+        ),  # a smaller batch
     ],
 )
 def test_an_interrupt_elsewhere(
@@ -302,14 +275,14 @@ def test_a_second_writer_is_refused(model: Path, corpus: Path) -> None:
         embed(model, corpus)
 
 
-@pytest.mark.parametrize(("value", "dtype"), [(np.nan, "float32"), (1e6, "float16"), (np.nan, "int8")])
+@pytest.mark.parametrize(("value", "dtype"), [(np.nan, "float32"), (1e6, "float16")])
 def test_an_embedding_that_is_not_finite(
     value: float, dtype: str, model: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encode = Encoder.encode
 
-    def broken(self: Encoder, texts: Any) -> Any:
-        for rows, embeddings in encode(self, texts):
+    def broken(self: Encoder, *arguments: Any) -> Any:
+        for rows, embeddings in encode(self, *arguments):
             embeddings[[row == 3 for row in rows]] = value
             yield rows, embeddings
 
@@ -327,13 +300,10 @@ def test_an_embedding_that_is_not_finite(
         ({"task": "query", "prompt": "x"}, "exclude each other"),
         ({"dimensions": 17}, "dimensions is 17, but the model has at most 16"),
         ({"shardsize": 9}, "unknown key 'shardsize'. Did you mean 'shard_size'?"),
-        ({"model_dtype": "float16", "backend": "onnx"}, "a model for onnx has the dtype of its export"),
+        ({"model_dtype": "float16", "backend": "onnx"}, "runs on one CPU device, in the dtype of its export"),
+        ({"device": ["cpu", "cpu"], "backend": "onnx"}, "runs on one CPU device, in the dtype of its export"),
         ({"max_length": 999}, "max_length is 999, but the model has at most 512"),
         ({"device": "cuda:9"}, "There is no device 'cuda:9' here"),
-        ({"device": ["cpu"], "processes": 2}, "device and processes exclude each other"),
-        ({"device": "cpu", "engine": "ray"}, "Ray assigns a device to each worker"),
-        ({"address": "auto"}, "address is for the engine ray"),
-        ({"backend": "onnx", "processes": 2}, "the backend onnx runs in one process on the CPU"),
     ],
 )
 def test_wrong_settings(settings: Any, message: str, model: Path, corpus: Path) -> None:
@@ -349,16 +319,17 @@ def test_wrong_settings(settings: Any, message: str, model: Path, corpus: Path) 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_corpus(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Encoder, "model", load_encoder(model))
-    monkeypatch.setattr(Encoder, "encode", lambda _, texts: [(texts.rows, np.ones((len(texts.rows), 16), np.float32))])
+    monkeypatch.setattr(Encoder, "encode", lambda _, __, rows, *___: [(rows, np.ones((len(rows), 16), np.float32))])
     peaks = []
-    for size in (1_000, 1_000, 10_000):  # the first imports what is imported on first use
+    # More rows than the two batches that are in memory at once. The first run imports what is imported on first use.
+    for size in (2_000, 2_000, 10_000):
         lines = (json.dumps({"text": "whales " * 100 + str(row)}) + "\n" for row in range(size))
         (tmp_path / "corpus.jsonl").write_text("".join(lines))
         tracemalloc.start()
         embed(model, tmp_path / "corpus.jsonl", f"out{len(peaks)}", shard_size=200)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    assert peaks[2] < 1.2 * peaks[1], peaks
+    assert peaks[2] < 1.1 * peaks[1], peaks  # the record grows by a line for each shard
 
 
 # Several processes ---------------------------------------------------------------------------------------------------
@@ -368,39 +339,19 @@ def test_memory_does_not_grow_with_the_corpus(model: Path, tmp_path: Path, monke
 def test_killed_at_random_moments(model: Path, tmp_path: Path) -> None:
     rows = [{"text": f"{text} {number}"} for number in range(100) for text in TEXTS]
     corpus = write_rows(tmp_path / "corpus.jsonl.gz", rows)
-    options = ["--out", "OUT", "--shard-size", "100", "--dtype", "int8", "--index", "Flat"]
+    options = ["--out", "OUT", "--shard-size", "100"]
     kill_at_random(tmp_path / "whole", tmp_path / "killed", 20, "embed", str(model), str(corpus), *options)
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
-
-
-def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
-    (tmp_path / "parent.py").write_text("""
-import multiprocessing, os, signal, time
-from mote.corpora.encoder import _InWorker
-def wait(_):
-    print(os.getpid(), flush=True)
-    time.sleep(600)
-if __name__ == "__main__":
-    multiprocessing.get_context("spawn").Process(target=wait, args=(_InWorker(1),)).start()
-    time.sleep(600)
-""")
-    command = [sys.executable, str(tmp_path / "parent.py")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as parent:
-        assert parent.stdout is not None
-        worker = int(parent.stdout.readline())
-        parent.kill()
-        assert parent.stdout.read() == b""  # ends once the worker has closed it, too
-    assert not Path(f"/proc/{worker}/cmdline").exists() or not Path(f"/proc/{worker}/cmdline").read_bytes()
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_ray(model: Path, corpus: Path) -> None:
     ray = pytest.importorskip("ray")
-    one = contents(embed(model, corpus, "one", dtype="int8"))
+    one = contents(embed(model, corpus, "one"))
     ray.init(address="local", num_cpus=2, include_dashboard=False)  # once, as it takes long
     try:
-        assert contents(embed(model, corpus, "ray", dtype="int8", engine="ray", processes=2)) == one
+        assert contents(embed(model, corpus, "ray", engine="ray", workers=2)) == one
         write_rows(corpus, [{"text": "a"}, {"text": None}])
         with pytest.raises(ValueError, match=r"corpus.jsonl.gz:2: 'text': Input should be a valid string, got None"):
             embed(model, corpus, "broken", engine="ray")

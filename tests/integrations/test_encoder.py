@@ -55,7 +55,7 @@ def test_dense_models() -> None:
     assert encoder.encode_queries(TEXTS) == pytest.approx(plain.encode(["question: " + text for text in TEXTS]))
     assert encoder.encode_documents(TEXTS) == pytest.approx(plain.encode(["topic: " + text for text in TEXTS]))
     assert TaskEncoder(plain).encode_queries(TEXTS) == pytest.approx(plain.encode(TEXTS))
-    with pytest.raises(ValueError, match="Prompt name 'topics' not found"):
+    with pytest.raises(ValueError, match=r"Unknown task 'topics'. Did you mean 'topic'\?"):
         TaskEncoder(model, query_task="topics")
 
 
@@ -67,7 +67,9 @@ def test_unknown_tasks_are_errors_at_once(model: SentenceTransformer, side: str)
 
 @pytest.mark.parametrize("name", ["prompt", "prompt_name", "task"])
 def test_one_task_for_both_sides_is_refused(model: SentenceTransformer, name: str) -> None:
-    with pytest.raises(ValueError, match=f"encode_kwargs has '{name}', .* pass `query_task=` and `document_task=`"):
+    with pytest.raises(
+        ValueError, match=f"encode_kwargs has '{name}' for both sides: pass `query_task=` and `document_task=`"
+    ):
         TaskEncoder(model, encode_kwargs={name: "search_document"})
 
 

@@ -5,7 +5,6 @@ two nearest to its query (after Wang et al., "Text Embeddings by Weakly-Supervis
 arXiv:2212.03533, section 3.1).
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,11 +17,8 @@ from mote.corpora.pairs import PairTexts, read_pairs
 from mote.corpora.ranking import Ranker, score_rows
 from mote.corpora.runs import map_blocks, run_datasets
 from mote.data.rows import Location
-from mote.reporting import table
 
 EXAMPLES = 20  # of dropped pairs, in the record
-
-logger = logging.getLogger(__name__)
 
 
 def filter_pairs(datasets: Sequence[str], out: str | Path, model: str | Path, **options: Any) -> Path:
@@ -61,9 +57,7 @@ def filter_pairs(datasets: Sequence[str], out: str | Path, model: str | Path, **
         return rows, {**counts, "examples": [dataset.rows[row] for row in shown]}
 
     identity = {"command": "filter", "nearest": chosen.nearest, "shard_size": chosen.shard_size}
-    entries = run_datasets(datasets, out, str(model), chosen, identity, process)
-    logger.info("\n%s", filtering_report(entries))
-    return Path(out)
+    return run_datasets(datasets, out, str(model), chosen, identity, process)
 
 
 def confirm_rows(texts: PairTexts, ranker: Ranker, nearest: int, rows: np.ndarray) -> dict[str, np.ndarray]:
@@ -74,12 +68,3 @@ def confirm_rows(texts: PairTexts, ranker: Ranker, nearest: int, rows: np.ndarra
     scored = score_rows(texts, ranker, rows)
     kept = [row.positive > ranker.floor and (row.others > row.positive).sum() < nearest for row in scored]
     return {"kept": np.array(kept, dtype=bool)}
-
-
-def filtering_report(entries: dict[str, dict[str, Any]]) -> str:
-    """Lay out how many pairs stay, a line for each dataset."""
-    rows = [
-        [name, *(f"{one[key]:,}" for key in ("rows", "kept", "dropped")), f"{100 * one['dropped'] / one['rows']:.1f} %"]
-        for name, one in entries.items()
-    ]
-    return table(["dataset", "rows", "kept", "dropped", ""], rows)

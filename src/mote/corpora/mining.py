@@ -15,13 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from mote.corpora.options import EmbedOptions, MineOptions, refuse_conflicts
+from mote.corpora.options import EmbedOptions, MineOptions
 from mote.corpora.pairs import PairDataset, PairTexts, read_pairs
 from mote.corpora.ranking import Ranker, best, score_rows
 from mote.corpora.runs import map_blocks, run_datasets
 from mote.corpora.texts import read_texts
 from mote.data.rows import Location
-from mote.reporting import table
 
 logger = logging.getLogger(__name__)
 
@@ -54,17 +53,15 @@ def mine_negatives(datasets: Sequence[str], out: str | Path, model: str | Path, 
 
     def process(location: Location[Any], work: Path, make_ranker: Callable[[PairTexts, Path], Ranker]) -> Any:
         dataset = read_pairs(location, corpus)
-        has_negatives = "negative" in dataset.columns.names and not chosen.existing_only
-        refuse_conflicts({f"{dataset.name} already has negatives, and no others can be added": has_negatives})
+        if "negative" in dataset.columns.names and not chosen.existing_only:
+            raise ValueError(f"{dataset.name} already has negatives, and no others can be added")
         counts = len(dataset.rows), len(dataset.texts.queries), len(dataset.texts.documents)
         logger.info("%s: %d rows, %d queries, %d documents", dataset.name, *counts)
         mine = partial(mine_rows, dataset.texts, make_ranker(dataset.texts, work), chosen)
         mined = map_blocks(work, len(dataset.rows), mine, dataset.name)
         return _with_negatives(dataset, mined["documents"]), _statistics(mined)
 
-    entries = run_datasets(datasets, out, str(model), chosen, identity, process)
-    logger.info("\n%s", mining_report(entries))
-    return Path(out)
+    return run_datasets(datasets, out, str(model), chosen, identity, process)
 
 
 def mine_rows(texts: PairTexts, ranker: Ranker, options: MineOptions, rows: np.ndarray) -> dict[str, np.ndarray]:
@@ -130,18 +127,6 @@ def _statistics(mined: dict[str, np.ndarray]) -> dict[str, Any]:
         "without_negatives": int((found == 0).sum()),
         "negatives": int(found.sum()),
         "too_near": int(mined["too_near"].sum()),
-        "mean_positive_score": float(mined["positive_scores"].mean()),
-        "mean_negative_score": float(scores.mean()) if len(scores) else None,
+        "mean_positive_score": round(float(mined["positive_scores"].mean()), 4),
+        "mean_negative_score": round(float(scores.mean()), 4) if len(scores) else None,
     }
-
-
-def mining_report(entries: dict[str, dict[str, Any]]) -> str:
-    """Lay out the statistics of datasets, one line each."""
-    header = ["dataset", "rows", "all negatives", "none", "negatives", "too near", "score +", "score -"]
-    counts = ("rows", "with_all_negatives", "without_negatives", "negatives", "too_near")
-    rows = []
-    for name, entry in entries.items():
-        means = [entry[key] for key in ("mean_positive_score", "mean_negative_score")]
-        cells = ["" if mean is None else f"{mean:.3f}" for mean in means]
-        rows.append([name, *(f"{entry[key]:,}" for key in counts), *cells])
-    return table(header, rows)

@@ -1,16 +1,16 @@
 """Options of `mote embed`, `mine` and `filter`, each declared once. Imports neither torch nor transformers."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
+from typing_extensions import Self
 
 from mote.settings import Settings
 
 
-class ModelOptions(Settings):
-    """How a model embeds, and on which devices.
+class CorpusOptions(Settings):
+    """What all three commands have in common: how a model embeds, and which split is read.
 
     Attributes:
         batch_size: Texts per batch.
@@ -18,12 +18,14 @@ class ModelOptions(Settings):
         model_dtype: Dtype of the weights, and so of the computation. Default: the stored one.
         dimensions: Number of dimensions to keep. Default: all.
         device: Device, or several, each with a process of its own. Default: the best available.
-        processes: Number of processes on the CPU; with Ray, the number of workers.
-        engine: `local` for this machine, or `ray` for a cluster through Ray Data.
-        address: Address of a Ray cluster. Default: start a local one.
+        engine: `local` for this machine, or `ray` for a cluster through Ray Data, which chooses the devices.
+        workers: Number of Ray workers. Default: one per GPU, or one per node if there are none.
         backend: Runtime; `onnx` and `openvino` are for folders written by `mote export`.
         revision: Branch, tag or commit of a model on the Hub.
         trust_remote_code: Whether to run the code in the model's repository.
+        split: Split of folders and datasets on the Hub.
+        subset: Configuration of a dataset on the Hub.
+        overwrite: Replace another run in the output folder.
     """
 
     batch_size: PositiveInt = 32
@@ -31,46 +33,29 @@ class ModelOptions(Settings):
     model_dtype: Literal["float32", "float16", "bfloat16"] | None = None
     dimensions: PositiveInt | None = None
     device: str | list[str] | None = None
-    processes: PositiveInt | None = None
     engine: Literal["local", "ray"] = "local"
-    address: str | None = None
+    workers: PositiveInt | None = None
     backend: Literal["torch", "onnx", "openvino"] = "torch"
     revision: str | None = None
     trust_remote_code: bool = False
+    split: str = "train"
+    subset: str | None = None
+    overwrite: bool = False
 
     @property
     def devices(self) -> list[str]:
         """Devices on this machine that are asked for; empty for the best one, and for a cluster."""
-        if self.engine == "ray":
-            return []
-        return [self.device] if isinstance(self.device, str) else self.device or ["cpu"] * (self.processes or 0)
-
-    def conflicts(self) -> dict[str, bool]:
-        """Return what excludes each other: an error message → whether it applies."""
-        exported = self.backend != "torch"
-        return {
-            "device is for the engine local: Ray assigns a device to each worker": (
-                self.engine == "ray" and self.device is not None
-            ),
-            "address is for the engine ray: set engine, too": self.engine == "local" and self.address is not None,
-            "device and processes exclude each other: processes are for the CPU, each device has one": (
-                self.device is not None and self.processes is not None
-            ),
-            f"the backend {self.backend} runs in one process on the CPU; for several, use the engine ray": (
-                exported and self.devices not in ([], ["cpu"])
-            ),
-            f"model_dtype is for PyTorch: a model for {self.backend} has the dtype of its export": (
-                exported and self.model_dtype is not None
-            ),
-        }
+        devices = [self.device] if isinstance(self.device, str) else self.device or []
+        return devices if self.engine == "local" else []
 
     @model_validator(mode="after")
-    def _refuse_conflicts(self) -> "ModelOptions":
-        refuse_conflicts(self.conflicts())
+    def _fit_the_backend(self) -> Self:
+        if self.backend != "torch" and (self.devices not in ([], ["cpu"]) or self.model_dtype is not None):
+            raise ValueError(f"the backend {self.backend} runs on one CPU device, in the dtype of its export")
         return self
 
 
-class EmbedOptions(ModelOptions):
+class EmbedOptions(CorpusOptions):
     """Options of `embed_corpus` and `mote embed`.
 
     Attributes:
@@ -80,13 +65,8 @@ class EmbedOptions(ModelOptions):
         text_columns: Columns whose texts are joined by a space. Default: the one with a usual name, with `title` in
             front of `text`.
         id_column: Column of ids, strings or integers. Default: `_id` or `id`, else the number of the row, from 0.
-        split: Split of folders and datasets on the Hub.
-        subset: Configuration of a dataset on the Hub.
-        dtype: Dtype of the stored embeddings; int8 is scaled by the ranges of the first shard's embeddings.
+        dtype: Dtype of the stored embeddings.
         shard_size: Texts per file.
-        index: FAISS index to build, as a factory string such as `Flat`, `HNSW32` or `IVF1024,Flat`; inner product of
-            normalised embeddings.
-        overwrite: Replace other embeddings in the folder.
     """
 
     task: str | None = None
@@ -94,39 +74,30 @@ class EmbedOptions(ModelOptions):
     task_column: str | None = None
     text_columns: list[str] = []
     id_column: str | None = None
-    split: str = "train"
-    subset: str | None = None
-    dtype: Literal["float32", "float16", "int8"] = "float32"
+    dtype: Literal["float32", "float16"] = "float32"
     shard_size: PositiveInt = 50_000
-    index: str | None = None
-    overwrite: bool = False
 
-    def conflicts(self) -> dict[str, bool]:
-        """See `ModelOptions`."""
-        given = [value for value in (self.task, self.prompt, self.task_column) if value is not None]
-        return super().conflicts() | {"task, prompt and task_column exclude each other": len(given) > 1}
+    @model_validator(mode="after")
+    def _one_task(self) -> Self:
+        if [self.task, self.prompt, self.task_column].count(None) < 2:
+            raise ValueError("task, prompt and task_column exclude each other")
+        return self
 
 
-class PairOptions(ModelOptions):
+class PairOptions(CorpusOptions):
     """What mining and filtering have in common: datasets of pairs, and the model that ranks documents for queries.
 
     Attributes:
         query_task: Task of the queries: the name of a prompt, or a task of a MoTE.
         document_task: Task of the documents.
-        embeddings: Folder to keep dense embeddings in, for other runs on the same texts. Default: none.
+        embeddings: Folder to keep embeddings in, for other runs on the same texts. Default: none.
         data: Data folder.
-        split: Split of each dataset.
-        subset: Configuration of a dataset on the Hub.
-        overwrite: Replace another run in the output folder.
     """
 
     query_task: str = "query"
     document_task: str = "document"
     embeddings: Path | None = None
     data: Path = Path()
-    split: str = "train"
-    subset: str | None = None
-    overwrite: bool = False
 
 
 class MineOptions(PairOptions):
@@ -160,11 +131,11 @@ class MineOptions(PairOptions):
     def _read_negative(cls, margin: float | None) -> float | None:
         return None if margin is not None and margin < 0 else margin
 
-    def conflicts(self) -> dict[str, bool]:
-        """See `ModelOptions`."""
-        left = self.depth - self.skip
-        message = f"{self.negatives} negatives cannot be found in {left} candidates"
-        return super().conflicts() | {message: left < self.negatives}
+    @model_validator(mode="after")
+    def _enough_candidates(self) -> Self:
+        if self.depth - self.skip < self.negatives:
+            raise ValueError(f"{self.negatives} negatives cannot be found in {self.depth - self.skip} candidates")
+        return self
 
 
 class FilterOptions(PairOptions):
@@ -177,10 +148,3 @@ class FilterOptions(PairOptions):
 
     nearest: PositiveInt = 2
     shard_size: PositiveInt = 1_000_000
-
-
-def refuse_conflicts(conflicts: Mapping[str, bool]) -> None:
-    """Raise `ValueError` with the first message whose condition holds."""
-    for message, holds in conflicts.items():
-        if holds:
-            raise ValueError(message)

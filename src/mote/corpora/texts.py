@@ -24,7 +24,7 @@ TITLE = "title"
 ID_COLUMNS = ("_id", "id")
 
 _SCHEMA = pyarrow.schema({"id": pyarrow.string(), "text": pyarrow.string(), "task": pyarrow.string()})
-_BATCH = 500  # rows in memory at once
+_BATCH = 1000  # rows that are written at once; two such batches are in memory
 
 
 class CorpusText(NamedTuple):
@@ -91,7 +91,10 @@ def read_texts(files: Iterable[str | Path], options: EmbedOptions) -> Iterator[C
 
 
 def write_texts(path: Path, texts: Iterable[CorpusText]) -> tuple["Dataset", str]:
-    """Write texts to an Arrow file; return them memory-mapped, and a hash of them."""
+    """Write texts to an Arrow file; return them memory-mapped, and a hash of them.
+
+    Neither the length of the corpus nor the workers of a cluster matter then.
+    """
     from datasets import Dataset
 
     texts, digest = iter(texts), hashlib.sha256()

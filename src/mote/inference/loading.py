@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from mote.remote.configuration_mote import MoTEConfig
     from mote.remote.modeling_mote import MoTEModel
 
+SYNONYMS = {"query": ("search_query",), "document": ("search_document", "passage", "corpus")}
+"""Role → other names that models have for it. Sentence-Transformers gives each model an empty prompt `document`, which
+must not hide them."""
+
 
 def load(
     path: str | os.PathLike,
@@ -216,6 +220,24 @@ def _mote_config(path: str | os.PathLike, experts: Any = None, **kwargs: Any) ->
     if not model_type.startswith("mote"):
         raise ValueError(f"{path} is not a MoTE, its model_type is {model_type!r}: `mote upcycle` turns it into one")
     return mote_class(model_type, "config").from_pretrained(path, experts=experts, **hub)
+
+
+def task_arguments(encoder: "SentenceTransformer | SparseEncoder", task: str) -> dict[str, Any]:
+    """Return the arguments of `encode` for a task of a MoTE, or the prompt of that name of another model.
+
+    Raises:
+        ValueError: If the model has neither, or has a role under another name.
+    """
+    from mote.remote.configuration_mote import alternatives
+
+    config: Any = getattr(encoder[0], "config", None)
+    prompts, tasks = encoder.prompts, getattr(config, "tasks", {})
+    if task in tasks and getattr(config, "routes_by_task", False):
+        return {"task": task, "prompt": prompts.get(task, config.instruction_of(task))}
+    others = [name for name in SYNONYMS.get(task, ()) if name in tasks or prompts.get(name)]
+    if task in prompts and (prompts[task] or not others):
+        return {"prompt_name": task}
+    raise ValueError(f"Unknown task {task!r}." + alternatives(task, others or [*prompts, *tasks]))
 
 
 def check_device(device: str | None) -> None:

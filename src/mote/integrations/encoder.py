@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mote.inference.loading import load_encoder
+from mote.inference.loading import load_encoder, task_arguments
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -52,12 +52,9 @@ class TaskEncoder:
             self.path = str(Path(model).absolute()) if Path(model).is_dir() else os.fspath(model)
         else:
             self._model = model
-        for name in ("prompt", "prompt_name", "task"):
-            if name in (encode_kwargs or {}):
-                raise ValueError(
-                    f"encode_kwargs has {name!r}, which would apply to queries and documents alike: pass "
-                    "`query_task=` and `document_task=`"
-                )
+        if for_both := {"prompt", "prompt_name", "task"} & (encode_kwargs or {}).keys():
+            name = min(for_both)
+            raise ValueError(f"encode_kwargs has {name!r} for both sides: pass `query_task=` and `document_task=`")
         self.settings: dict[str, Any] = {
             "query_task": query_task,
             "document_task": document_task,
@@ -102,9 +99,4 @@ class TaskEncoder:
         kwargs = {**self.settings["encode_kwargs"], **kwargs}
         if task is None:
             return np.asarray(encode_role(list(texts), **kwargs))
-        config: Any = getattr(self.model[0], "config", None)
-        if not getattr(config, "routes_by_task", False):
-            return np.asarray(self.model.encode(list(texts), prompt_name=task, **kwargs))
-        config.expert_of(task)  # an unknown task's error, even if there is a prompt of that name
-        prompt = self.model.prompts.get(task, config.instruction_of(task))
-        return np.asarray(self.model.encode(list(texts), task=task, prompt=prompt, **kwargs))
+        return np.asarray(self.model.encode(list(texts), **task_arguments(self.model, task), **kwargs))
