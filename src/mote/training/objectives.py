@@ -19,17 +19,21 @@ from mote.remote.masked_lm_mote import MoTEForMaskedLM
 from mote.training.pretraining_recipe import DecoderSettings
 
 IGNORED = -100  # a token that is not predicted
+FROM_BACKBONE = (
+    "hidden_size",
+    "num_attention_heads",
+    "intermediate_size",
+    "hidden_act",
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "layer_norm_eps",
+)
+"""Settings of a backbone that its decoder takes over."""
 
 
 @dataclass
 class PretrainingOutput(ModelOutput):
-    """Losses of a batch.
-
-    Attributes:
-        loss: The training loss, a scalar.
-        encoder_loss: Mean over the masked tokens.
-        decoder_loss: Mean over the decoder's tokens, with `cot-mae`.
-    """
+    """Losses of a batch: the training loss, and the means over the encoder's and the decoder's predicted tokens."""
 
     loss: Tensor | None = None
     encoder_loss: Tensor | None = None
@@ -48,7 +52,8 @@ class Pretraining(nn.Module):
             this, because its processes gather and reduce weights together; elsewhere it is a waste.
 
     Raises:
-        ValueError: If a decoder does not suit the model's family.
+        ValueError: If the model's embeddings hold no positions for a decoder (with rotary attention), or have another
+            width.
     """
 
     accepts_loss_kwargs = False  # losses are means over a batch, which a Trainer has to know
@@ -58,21 +63,25 @@ class Pretraining(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.same_passes = model, same_passes
+        # As in a `PreTrainedModel`: safetensors stores tied weights only once.
+        self._keys_to_ignore_on_save = {f"model.{name}" for name in model.all_tied_weights_keys}
         self._no_split_modules = model._no_split_modules
         self.settings = decoder
         self.decoder: Decoder | None = None
         if decoder is not None:
-            require_positions(model)
+            backbone: Any = model.backbone
+            positions = getattr(getattr(backbone, "embeddings", None), "position_embeddings", None)
+            if positions is None or positions.weight.shape[1] != backbone.config.hidden_size:
+                raise ValueError(
+                    "objective: cot-mae needs embeddings with absolute positions and of the hidden size, as in BERT, "
+                    f"RoBERTa, XLM-R, DistilBERT and MPNet: {backbone.config.model_type!r} does not have them"
+                )
             self.decoder = Decoder(model.config.backbone_config, decoder)
             self.splade = SpladePooling()
 
     def tie_weights(self) -> None:
-        """Tie the model's weights; FSDP calls this."""
+        """Tie the model's weights; FSDP and the trainer call this."""
         self.model.tie_weights()
-
-    def tied_weights(self) -> set[str]:
-        """Name the keys of the state dict that are tied to another weight."""
-        return {f"model.{name}" for name in self.model.all_tied_weights_keys}
 
     def forward(
         self,
@@ -172,40 +181,26 @@ class Decoder(nn.Module):
 
     def __init__(self, backbone: Any, settings: DecoderSettings) -> None:
         super().__init__()
-        sizes = {
-            "vocab_size": 1,
-            "hidden_size": backbone.hidden_size,
-            "num_attention_heads": backbone.num_attention_heads,
-            "num_hidden_layers": settings.layers,
-        }
-        dropout = getattr(backbone, "hidden_dropout_prob", 0.1)
-        of_attention = getattr(backbone, "attention_probs_dropout_prob", 0.1)
-        activation = getattr(backbone, "hidden_act", "gelu")
-        epsilon = getattr(backbone, "layer_norm_eps", 1e-12)
-        self.window: int | None = None
-        self.config: Any
+        own = {name: getattr(backbone, name) for name in FROM_BACKBONE if hasattr(backbone, name)}
+        own = {"intermediate_size": 4 * backbone.hidden_size, **own}
+        bert = BertConfig(**own, num_hidden_layers=settings.layers, vocab_size=1, max_position_embeddings=1)
+        self.config: Any = bert
+        self.window = settings.attention_window
         if settings.kind == "bidirectional":
-            self.config = BertConfig(
-                **sizes,
-                max_position_embeddings=1,
-                intermediate_size=getattr(backbone, "intermediate_size", 4 * backbone.hidden_size),
-                hidden_dropout_prob=dropout,
-                attention_probs_dropout_prob=of_attention,
-                hidden_act=activation,
-                layer_norm_eps=epsilon,
-            )
-            self.layers = BertModel(self.config, add_pooling_layer=False).encoder.layer
+            self.layers = BertModel(bert, add_pooling_layer=False).encoder.layer
             self.before, self.after = nn.Identity(), nn.Identity()
         else:
-            self.window = settings.attention_window
             self.config = GPT2Config(
-                **sizes,
-                n_positions=getattr(backbone, "max_position_embeddings", 1024),
-                resid_pdrop=dropout,
-                embd_pdrop=dropout,
-                attn_pdrop=of_attention,
-                activation_function=activation,
-                layer_norm_epsilon=epsilon,
+                vocab_size=1,
+                n_embd=bert.hidden_size,
+                n_head=bert.num_attention_heads,
+                n_layer=settings.layers,
+                n_positions=backbone.max_position_embeddings,
+                resid_pdrop=bert.hidden_dropout_prob,
+                embd_pdrop=bert.hidden_dropout_prob,
+                attn_pdrop=bert.attention_probs_dropout_prob,
+                activation_function=bert.hidden_act,
+                layer_norm_epsilon=bert.layer_norm_eps,
                 bos_token_id=None,
                 eos_token_id=None,
             )
@@ -227,18 +222,3 @@ class Decoder(nn.Module):
     def _in_window(self, batch: Any, head: Any, query: Any, key: Any) -> Any:
         """Whether a position sees another one: the vector, itself, and the tokens just before it."""
         return (key == 0) | (query - key < self.window)
-
-
-def require_positions(model: MoTEForMaskedLM) -> None:
-    """Make sure that a decoder can read the model's embeddings.
-
-    Raises:
-        ValueError: If they hold no positions (with rotary attention), or have another width.
-    """
-    backbone: Any = model.backbone
-    positions = getattr(getattr(backbone, "embeddings", None), "position_embeddings", None)
-    if positions is None or positions.weight.shape[1] != backbone.config.hidden_size:
-        raise ValueError(
-            "objective: cot-mae needs embeddings with absolute positions and of the hidden size, as in BERT, RoBERTa, "
-            f"XLM-R, DistilBERT and MPNet: {backbone.config.model_type!r} does not have them"
-        )

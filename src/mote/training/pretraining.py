@@ -31,7 +31,7 @@ from mote.training.arguments import check_launch, common_arguments, count_steps,
 from mote.training.masking import MaskedBatches, SetEpoch, TextRows
 from mote.training.model import set_dropout
 from mote.training.names import check_fit, matching_config, set_router_loss, tasks_of, upcycling_options
-from mote.training.objectives import Pretraining, require_positions
+from mote.training.objectives import Pretraining
 from mote.training.pretraining_recipe import PretrainingRecipe
 from mote.training.processes import processes, require_sharded_checkpoints, summed, with_deepspeed, with_fsdp
 from mote.training.progress import RunCallback, TaskProgress, Tracker
@@ -101,9 +101,8 @@ def plan_pretraining(
     config = _config_of(recipe, source)
     if not is_mote(source.config):
         dense_without_weights(source, with_head=not recipe.model.new_head)
-    if recipe.objective == "cot-mae":
-        with torch.device("meta"):
-            require_positions(mote_class(config.model_type, "masked_lm")(config))
+    with torch.device("meta"):
+        Pretraining(mote_class(config.model_type, "masked_lm")(config), recipe.decoder_settings)
     tokenizer = load_tokenizer(source)
     MaskedBatches(tokenizer, recipe)
     data, arguments = load_texts(recipe, tokenizer), _trainer_arguments(recipe, folder)
@@ -117,37 +116,20 @@ class TextTracker(Tracker):
     Args:
         objective: Name of the objective.
         tasks: Tasks, in the order of their `task_ids`.
-
-    Attributes:
-        used: Tasks with texts in any process since the last step.
     """
 
     def __init__(self, objective: str, tasks: Sequence[str]) -> None:
         super().__init__()
         self.objective, self.names = objective, tasks
-        self.used: set[str] = set()
 
     def observe(self, model: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        """Record a batch of training, as a forward hook of the model; raise `NonFiniteError` as `add_step` does."""
+        """Record a batch of training, as a forward hook of the model; raise `NonFiniteError` as `record` does."""
         if not model.training or out.loss is None:
             return
-        tokens = kwargs["attention_mask"].sum(dim=1).cpu()  # [B]
-        ids = kwargs.get("task_ids", torch.zeros_like(tokens)).cpu()
-        counts = torch.stack([torch.bincount(ids, minlength=len(self.names)).double()] * 2)  # texts, tokens
-        counts[1] = torch.bincount(ids, tokens.double(), minlength=len(self.names))
-        losses = torch.stack([loss.detach().cpu().double() for loss in out.values()])  # the first is their sum
-        values = torch.cat([losses, counts.flatten()])
-        values = summed(values)
-        means = dict(zip(out, (values[: len(losses)] / processes().num_processes).tolist(), strict=True))
-        texts_of, tokens_of = values[len(losses) :].view(2, -1).long().tolist()
-        rows = sum(texts_of)
-        self.add_step(self.objective, rows, means["loss"])
-        for name, texts, count in zip(self.names, texts_of, tokens_of, strict=True):
-            if not texts:
-                continue
-            self.used.add(name)
-            self.add_texts(name, texts, count)
-        self.last = {"training_set": self.objective, "task": self.objective, **means, "rows": rows}
+        ids = kwargs.get("task_ids", torch.zeros(len(kwargs["input_ids"]), device=out.loss.device))
+        self.record(self.objective, self.objective, [[name] for name in self.names], [kwargs], out.loss, ids)
+        losses = summed(torch.stack([loss.detach().cpu().double() for loss in out.values()]))
+        self.last |= dict(zip(out, (losses / processes().num_processes).tolist(), strict=True))
 
 
 class UnusedExperts(TrainerCallback):
@@ -156,14 +138,19 @@ class UnusedExperts(TrainerCallback):
     So the step leaves these experts unchanged: no weight decay, and no momentum.
     """
 
-    def __init__(self, model: MoTEForMaskedLM, tracker: TextTracker) -> None:
+    def __init__(self, model: MoTEForMaskedLM, tracker: Tracker) -> None:
         self.model, self.tracker = model, tracker
+        self.texts: dict[str, int] = {}
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Remember the number of texts of each task."""
+        self.texts = {task: seen["texts"] for task, seen in self.tracker.tasks.items()}
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Remove them."""
+        """Remove the gradients of experts whose tasks have no new texts."""
         config = self.model.config
-        used = {config.expert_of(task) for task in self.tracker.used}
-        self.tracker.used.clear()
+        seen = self.tracker.tasks
+        used = {config.expert_of(task) for task in seen if seen[task]["texts"] > self.texts.get(task, 0)}
         unused = tuple(f".experts.{expert}." for expert in config.experts if expert not in used)
         for name, weight in self.model.named_parameters():
             if any(part in name for part in unused):
@@ -251,8 +238,7 @@ def prepare(recipe: PretrainingRecipe, folder: RunFolder, overwrite: bool = Fals
     logger.info("%s", data)
     torch.manual_seed(recipe.training.seed)  # for the new weights of a head, of routers, of a decoder
     model = build_masked_lm(recipe, source)
-    decoder = recipe.decoder if recipe.objective == "cot-mae" else None
-    trained = Pretraining(model, decoder, same_passes=with_fsdp())
+    trained = Pretraining(model, recipe.decoder_settings, same_passes=with_fsdp())
     if recipe.model.dropout is not None:
         set_dropout(trained, recipe.model.dropout)
     tokenizer.model_max_length = recipe.model.max_length or max_seq_length(model, source) or tokenizer.model_max_length
@@ -293,19 +279,13 @@ def prepare(recipe: PretrainingRecipe, folder: RunFolder, overwrite: bool = Fals
 
 
 class PretrainingTrainer(Trainer):
-    """A trainer that keeps a model with its objective in checkpoints, and refuses checkpoints that lack a part."""
+    """A trainer that leaves tied weights out of checkpoints, as it does by itself for a `PreTrainedModel`."""
 
     model: Pretraining
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Leave out tied weights: safetensors stores each only once."""
-        weights, tied = state_dict or self.model.state_dict(), self.model.tied_weights()
+        weights, tied = state_dict or self.model.state_dict(), self.model._keys_to_ignore_on_save
         super()._save(output_dir, {name: weight for name, weight in weights.items() if name not in tied})
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        missing = set(load_result.missing_keys) - self.model.tied_weights()
-        if problems := sorted(missing | set(load_result.unexpected_keys)):
-            raise ValueError(f"The checkpoint's weights do not match the model: {', '.join(problems[:3])} …")
 
 
 def build_masked_lm(recipe: PretrainingRecipe, source: Checkpoint) -> MoTEForMaskedLM:

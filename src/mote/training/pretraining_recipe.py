@@ -24,21 +24,12 @@ class PretrainedModelSettings(ModelSettings):
     instructions: bool = False
     new_head: bool = False
     pooling: Literal["mean", "cls", "last_token"] | None = None
-
-    WITHOUT_EFFECT: ClassVar = (
-        "instruction_pooling",
-        "pooling_latents",
-        "pooling_heads",
-        "pooling_head_dim",
-        "end_token",
-    )
-
-    @model_validator(mode="after")
-    def _refuse_settings_without_effect(self) -> "PretrainedModelSettings":
-        given = [name for name in self.WITHOUT_EFFECT if getattr(self, name) is not None]
-        if given:
-            raise ValueError(f"{', '.join(given)}: no effect in pre-training; set this in `mote train`")
-        return self
+    # Without effect in pre-training: settings of `mote train`.
+    instruction_pooling: None = None
+    pooling_latents: None = None
+    pooling_heads: None = None
+    pooling_head_dim: None = None
+    end_token: None = None
 
 
 class TextDatasetSettings(DatasetSource):
@@ -160,3 +151,8 @@ class PretrainingRecipe(RunSettings):
     training: PretrainingSettings = PretrainingSettings()
 
     PLACE: ClassVar[Any] = SHIPPED / "pretraining"
+
+    @property
+    def decoder_settings(self) -> DecoderSettings | None:
+        """The decoder's settings, if the objective has one."""
+        return self.decoder if self.objective == "cot-mae" else None

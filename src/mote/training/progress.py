@@ -96,9 +96,10 @@ class Tracker:
 
     def add_texts(self, task: str, texts: int, tokens: int) -> None:
         """Add to the counts of a task."""
-        seen = self.tasks.setdefault(task, {"texts": 0, "tokens": 0})
-        seen["texts"] += texts
-        seen["tokens"] += tokens
+        if texts:
+            seen = self.tasks.setdefault(task, {"texts": 0, "tokens": 0})
+            seen["texts"] += texts
+            seen["tokens"] += tokens
 
     def state(self) -> dict[str, Any]:
         """Return the state to save in a checkpoint."""
