@@ -274,7 +274,6 @@ def test_the_plan_agrees_with_reality(dtype: str, layers: str | list[int], dense
 def test_weights_in_several_files(dense: Path, upcycled: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     plan = plan_upcycling(str(dense), out, max_shard_size="40KB")
-    assert plan_upcycling(str(dense), out, max_shard_size="0.04mb").file_sizes == plan.file_sizes
     assert main(["upcycle", "--src", str(dense), "--out", str(out), "--max-shard-size", "40KB"]) == 0
     shards = sorted(out.glob("model-*.safetensors"))
     assert plan.file_sizes == [sum(tensor.nbytes for tensor in load_file(path).values()) for path in shards]
@@ -293,10 +292,9 @@ def test_weights_in_several_files(dense: Path, upcycled: Path, tmp_path: Path) -
     ("settings", "message"),
     [
         *(
-            ({"max_shard_size": size}, f"max_shard_size '{size}' is invalid: expected a number")
-            for size in ("a lot", "", "0GB", "0.0MB", "-5GB", "5", "nanGB")
+            ({"max_shard_size": size}, r"(?s)max_shard_size.*String should match pattern.*KMGT")
+            for size in ("", "0GB", "-5GB", "5")
         ),
-        ({"private": True}, "`--private` is for a repository on the Hub: add `--push`"),
         ({"preset": "nomic-v3"}, r"(?s)preset.*Input should be 'nomic-v2'.*'nomic-v3'"),
     ],
 )

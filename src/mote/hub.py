@@ -117,16 +117,3 @@ def push(folder: Path, repo_id: str, files: list[str], private: bool = False, wh
             delete_patterns=["model.safetensors", "model-[0-9]*-of-[0-9]*.safetensors", "model.safetensors.index.json"],
         )
     return str(commit.commit_url)
-
-
-def push_card(card: str, repo_id: str) -> str:
-    """Replace the card of a model on the Hub, and return the URL of the commit."""
-    first = f"If the model is not on the Hub yet, push it first: `hf upload {repo_id} DIR`"
-    with explained(f"The card of {repo_id} was not pushed", remedy=first):
-        commit = HfApi().upload_file(
-            path_or_fileobj=card.encode(),
-            path_in_repo="README.md",
-            repo_id=repo_id,
-            commit_message="Update the model card",
-        )
-    return str(commit.commit_url)

@@ -17,7 +17,7 @@ from mote.checkpoints.plain import longest_sequence
 from mote.checkpoints.provenance import command_line, new_step
 from mote.checkpoints.reading import Checkpoint, open_checkpoint
 from mote.checkpoints.tensors import read_shapes
-from mote.checkpoints.writing import require_writable, write_repository
+from mote.checkpoints.writing import Repository, require_writable
 from mote.files import read_json, write_json
 
 logger = logging.getLogger(__name__)
@@ -120,16 +120,8 @@ def lengthen(
             write_json(folder / name, {**read_json(folder / name), key: length})
         return {}
 
-    write_repository(
-        target,
-        model,
-        step=step,
-        sources=[source],
-        tokenizer=tokenizer,
-        after=raise_limits,
-        options=options,
-        repo_id=repo_id,
-    )
+    repository = Repository(model, source, [step], tokenizer=tokenizer, after=raise_limits)
+    repository.write(target, options, repo_id)
     logger.info("Its positions are not trained yet: `mote pretrain mlm model.source=%s`, on long texts", target)
     return target
 

@@ -16,10 +16,9 @@ from huggingface_hub import ModelCard, metadata_load
 import mote
 from mote import experts, transform, upcycle, write_card
 from mote.checkpoints import cards
-from mote.checkpoints.reading import open_dense, open_mote
+from mote.checkpoints.reading import open_checkpoint, open_dense, open_mote
 from mote.checkpoints.tensors import experts_are_copies
 from mote.cli import main
-from mote.remote.configuration_mote import MoTEConfig
 from mote.remote.modeling_mote import MoTEModel
 
 TEXTS = ["whales breathe air", "a recipe for bread", "bread"]
@@ -38,6 +37,8 @@ RUN: dict[str, Any] = {
     "data": [("pairs", "homogeneous", "InfoNCE", 0.05, "nli (1,000)")],
     "seen": {"a": {"texts": 2000, "tokens": 30_000}},
     "scores": [("mean", "50.00", "60.00")],
+    "recipe_file": "recipe.yaml",
+    "curves_file": "curves.png",
 }
 
 
@@ -107,37 +108,27 @@ def test_a_source_whose_own_card_cannot_be_read(content: bytes, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("settings", "expected", "kind"),
+    ("settings", "expected"),
     [
-        ({}, "Each block has one attention for all tasks and one feed-forward expert per task; a", "one attention and"),
+        ({}, "Each block has one attention for all tasks and one feed-forward expert per task; a"),
         (
             {"layers": "every_other"},
             "Each block has one attention for all tasks, and 1 of the 2 blocks has one feed-forward expert per task; a",
-            "an expert per task in 1 of the 2 blocks,",
         ),
-        (
-            {"shared_modules": []},
-            "Each task has an expert in each block, with an attention of its own. A",
-            "an expert per task in each block,",
-        ),
+        ({"shared_modules": []}, "Each task has an expert in each block, with an attention of its own. A"),
         (
             {"shared_modules": ["attention.self"], "layers": [1]},
             "Each task has an expert in 1 of the 2 blocks; the experts of a block share `attention.self`. A",
-            "an expert per task in 1 of the 2 blocks,",
         ),
     ],
 )
 def test_which_blocks_have_experts_and_what_these_share(
-    settings: dict[str, Any], expected: str, kind: str, dense: Path, tmp_path: Path
+    settings: dict[str, Any], expected: str, dense: Path, tmp_path: Path
 ) -> None:
     folder = upcycle(str(dense), tmp_path / "out", **settings)
     card = (folder / "README.md").read_text()
     assert f" {expected} whole sequence goes through the expert of its task. So a text" in " ".join(card.split())
     assert write_card(folder) == card
-    source = open_mote(str(folder))
-    cards.write_trained_card(folder, "run", source.config, source, kind="mote", **RUN)
-    assert f"A **MoTE** (Mixture of Task Experts): {kind}" in (folder / "README.md").read_text()
-    assert "**MoTE** (Mixture of Task Experts):" not in write_card(folder)
 
 
 def test_a_card_says_what_is_possible_and_what_is_needed(upcycled: Path, dense: Path, tmp_path: Path) -> None:
@@ -167,22 +158,27 @@ def test_licence_and_language_of_the_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "opening"),
     [
-        ("token_routed", "A mixture of experts routed token by token, "),
-        ("dense", "A dense text-embedding model, "),
+        ("trained", "4 task experts in one text-embedding model: a **MoTE** (Mixture of Task Experts) trained by"),
+        (
+            "token_routed",
+            "4 experts in one text-embedding model: a mixture of experts with a **token router** trained by",
+        ),
+        ("dense", "A dense text-embedding model: trained by"),
     ],
 )
-def test_trained_models_of_other_kinds(kind: str, opening: str, dense: Path, tmp_path: Path) -> None:
-    config = MoTEConfig(experts=["a", "b"], instructions={"a": 'say "a" | b: '})
-    cards.write_trained_card(tmp_path, "run", config, open_dense(str(dense)), kind=kind, **RUN)
-    card = ModelCard.load(tmp_path / "README.md")
-    assert not re.search(r"[{}]{2}|[{]%", card.text)  # nothing of the template
+def test_trained_models(kind: str, opening: str, dense: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    model = open_checkpoint(str(request.getfixturevalue(kind)))
+    steps = [{"step": "train", "recipe": "smoke", "made": "trained from", "sources": [{"name": "tiny"}]}]
+    card = ModelCard(cards.new_card(model, steps, "run", open_dense(str(dense)), RUN))
+    text = " ".join(card.text.split())
+    assert not re.search(r"[{}]{2}|[{]%", text)  # nothing of the template
     assert card.data.base_model is None
-    assert opening in card.text
-    assert "(2 processes), 1,234 s (resumed at step 3)." in " ".join(card.text.split())
-    assert "| pairs | homogeneous | InfoNCE | 0.05 | nli (1,000) |" in card.text
-    assert "| `a` | 2,000 | 30,000 |" in card.text
-    assert ("trust_remote_code=True" in card.text) == (kind != "dense")
-    assert ("This requires Transformers 5.17 and Sentence-Transformers 6.0" in card.text) == (kind != "dense")
+    assert f"# run {opening} the recipe `smoke` from [tiny](#how-it-was-made)." in text
+    assert "(2 processes), 1,234 s (resumed at step 3)." in text
+    assert "| pairs | homogeneous | InfoNCE | 0.05 | nli (1,000) |" in text
+    assert "| `a` | 2,000 | 30,000 |" in text
+    assert ("trust_remote_code=True" in text) == (kind != "dense")
+    assert text.index("## Use") < text.index("## Training") < text.index("## How it was made")
 
 
 # Rewritten ----------------------------------------------------------------------------------------------------------
@@ -433,7 +429,7 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "base_model: you/base" in card
     assert 'SentenceTransformer("you/mine", trust_remote_code=True)' in card
     assert main(["card", str(folder.parent / "none")]) == 1
-    assert "is neither a folder" in capsys.readouterr().err
+    assert "none is not a folder: download a model" in capsys.readouterr().err
 
 
 def test_a_folder_with_some_of_the_experts(upcycled: Path, tmp_path: Path) -> None:

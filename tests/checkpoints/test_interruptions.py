@@ -198,7 +198,7 @@ def test_a_full_disk(
     assert run(dense, out, *["--overwrite"] * overwrite) == 0
 
 
-@pytest.mark.parametrize("name", ["write_model", "write_steps"])
+@pytest.mark.parametrize("name", ["write_sentence_transformer", "write_steps"])
 def test_ctrl_c(
     name: str, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

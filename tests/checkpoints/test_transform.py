@@ -136,8 +136,6 @@ def test_nothing_is_left_of_a_failure(mote: Path, tmp_path: Path) -> None:
         transform(mote, tmp_path / "used", scale, 2.0)
     with pytest.raises(ValueError, match="is, holds or lies in the source"):
         transform(mote, mote / "out", scale, 2.0)
-    with pytest.raises(ValueError, match="max_shard_size 'x' is invalid"):
-        transform(mote, out, scale, 2.0, options=WriteOptions(max_shard_size="x"))
     with pytest.raises(ValueError, match="Unknown expert 'c'"):
         transform(mote, out, take_out, "c")
     with pytest.raises(TypeError, match="missing a required argument: 'factor'"):

@@ -21,10 +21,10 @@ from helpers.checkpoints import (
 )
 from sentence_transformers import SentenceTransformer
 
-from mote import upcycle
+from mote import WriteOptions, upcycle
 from mote.checkpoints.provenance import new_step, read_steps
 from mote.checkpoints.reading import open_checkpoint
-from mote.checkpoints.writing import write_repository
+from mote.checkpoints.writing import Repository
 from mote.cli import main
 from mote.remote.sentence_transformer_mote import MoTETransformer
 
@@ -92,7 +92,8 @@ def test_modules_of_installed_classes_are_named_as_without_the_package(upcycled:
     model = SentenceTransformer(str(copy), trust_remote_code=True)
     assert type(model[0]) is MoTETransformer
     source = open_checkpoint(str(copy))
-    out = write_repository(tmp_path / "out", model, step=new_step("train", made="trained from"), sources=[source])
+    steps = [new_step("train", made="trained from")]
+    out = Repository(model, source, steps).write(tmp_path / "out", WriteOptions())
     types = [module["type"] for module in read_json(out / "modules.json")]
     assert types[0] == "sentence_transformer_mote.MoTETransformer"
     assert (trusted(out).encode(["a"], task="clustering") == trusted(upcycled).encode(["a"], task="clustering")).all()

@@ -150,10 +150,12 @@ for load, target in ((SentenceTransformer, "user/st"), (AutoModel.from_pretraine
 """
 
 CARD = """
+from huggingface_hub import HfApi, snapshot_download
 from mote.cli import main
-assert main(["card", "user/auto", "--push", "--base-model", "you/base"]) == 0
 assert main(["card", "user/auto"]) == 1
-assert main(["card", "user/auto", "--push", "--repo-id", "user/none"]) == 1
+folder = snapshot_download("user/auto", local_dir="auto")
+assert main(["card", folder, "--repo-id", "user/auto", "--base-model", "you/base"]) == 0
+HfApi().upload_file(path_or_fileobj="auto/README.md", path_in_repo="README.md", repo_id="user/auto")
 """
 
 
@@ -182,5 +184,4 @@ def test_pushes_by_the_libraries_alone(source: Path, tmp_path: Path) -> None:
     assert "Not trained yet" not in card
     assert "[More Information Needed]" not in card
     assert after["auto"].keys() == pushed["auto"].keys()
-    assert "user/auto is on the Hub: push its card with `--push`, or name a folder" in stderr
-    assert "If the model is not on the Hub yet, push it first: `hf upload user/none DIR`" in stderr
+    assert "user/auto is not a folder: download a model from the Hub first" in stderr

@@ -1,4 +1,4 @@
-"""Model cards: README.md of a MoTE, a dense model made from one, and a trained model.
+"""Model cards: README.md of a MoTE, of a dense model made from one, and of a trained model.
 
 The templates are in `hub_card/`. What they write stands between HTML comments, as in `<!-- mote:usage … -->` and
 `<!-- /mote:usage -->`; when a card is written again, these regions are replaced and all other text stays where it is.
@@ -6,23 +6,24 @@ The templates are in `hub_card/`. What they write stands between HTML comments, 
 
 import json
 import logging
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml  # type: ignore[import-untyped]
-from huggingface_hub import ModelCard, ModelCardData, metadata_load
+from huggingface_hub import ModelCardData, metadata_load
+from jinja2 import Template
+from transformers.utils import ADAPTER_CONFIG_NAME
 
-from mote import hub
 from mote.checkpoints import nv_embed
-from mote.checkpoints.models import dense_without_weights
 from mote.checkpoints.provenance import read_steps
 from mote.checkpoints.reading import Checkpoint, has_head, is_mote, mote_class, open_checkpoint
 from mote.checkpoints.sentence_transformers import normalizes, source_pooling, source_prompts
-from mote.checkpoints.st_settings import instruction_pooling_in, retrieval_in
+from mote.checkpoints.st_settings import Pipeline
 from mote.checkpoints.tensors import experts_are_copies, parameter_counts, read_shapes, token_routing
 from mote.files import replaced
 from mote.remote.architectures_mote import ARCHITECTURES
@@ -43,7 +44,7 @@ UPCYCLED = "upcycled from"  # how a step of `mote.json` says that all experts ar
 # Steps of `mote.json` after which experts, even if equal, are no longer copies of the dense model's blocks.
 _CHANGING = ("pretrain", "train", "merge", "average", "interpolate")
 # Steps whose result is a version of the source, not a combination of models or a part of one.
-_FINETUNING = ("pretrain", "lengthen")
+_FINETUNING = ("pretrain", "train", "lengthen")
 
 _REGION = re.compile(r"<!-- mote:(\w+)\b[^>]*-->\n.*?<!-- /mote:\1 -->\n*", re.DOTALL)
 
@@ -60,56 +61,61 @@ _FORM_OF_TRANSFORMERS = "This model card has been automatically generated"  # no
 # Write ---------------------------------------------------------------------------------------------------------------
 
 
-def write_card(
-    src: str | Path,
-    *,
-    base_model: str | None = None,
-    push: bool = False,
-    repo_id: str | None = None,
-    revision: str | None = None,
-) -> str:
+def write_card(src: str | Path, *, base_model: str | None = None, repo_id: str | None = None) -> str:
     """Rewrite the card (README.md) of a model, from what its own files say about it.
 
     The regions between HTML comments, `<!-- mote:… -->`, are replaced. All other text and metadata of the card are
     kept, but for the title, opening and snippet of Sentence-Transformers' trainer, and the empty form of Transformers.
 
     Args:
-        src: A MoTE, or a dense model that this package made from one: a folder, or, with `push`, an id on the Hub.
+        src: Folder of a MoTE, or of a dense model that this package made from one.
         base_model: Id on the Hub of the model that it was made from. Default: as in the card, else as in `mote.json`.
-        push: Push the card, and nothing else, to the model's repository on the Hub.
-        repo_id: The repository. Default: `src`, or the name of the folder under the user of the token.
-        revision: Branch, tag or commit of a source on the Hub.
+        repo_id: Name under which readers load it. Default: the name of the folder.
 
     Returns:
         The card.
 
     Raises:
-        FileNotFoundError: If the source does not exist or has no weights.
-        ValueError: If an argument or the metadata of the existing card are invalid.
-        OSError: If the push fails.
+        FileNotFoundError: If the folder does not exist or has no weights.
+        ValueError: If it holds another model, or the metadata of the existing card are invalid.
     """
-    source = open_checkpoint(str(src), revision)
-    if not source.is_local and not push:
-        raise ValueError(f"{src} is on the Hub: push its card with `--push`, or name a folder")
-    name = source.short_name if source.is_local else source.name
-    name = hub.check_before_push(repo_id or name) if push else repo_id or name
-    card = rewritten_card(source, read_steps(source.folder), name, source.folder, base_model)
-    if source.is_local:
-        path = source.folder / "README.md"
-        with replaced(path) as temporary:
-            temporary.write_text(card, encoding="utf-8")
-        logger.info("Wrote %s", path)
-    if push:
-        logger.info("Pushed: %s", hub.push_card(card, name))
+    folder = Path(src)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{src} is not a folder: download a model from the Hub first, with `hf download`")
+    model = open_checkpoint(str(src))
+    card = rewritten_card(model, read_steps(folder), repo_id or model.short_name, folder, base_model)
+    with replaced(folder / "README.md") as temporary:
+        temporary.write_text(card, encoding="utf-8")
+    logger.info("Wrote %s", folder / "README.md")
     return card
 
 
-def new_card(model: Checkpoint, steps: list[dict[str, Any]], repo_id: str, source: Checkpoint) -> str:
-    """Return the card of a model that has just been made of `source`, and is loaded under the name `repo_id`."""
+def new_card(
+    model: Checkpoint,
+    steps: list[dict[str, Any]],
+    repo_id: str,
+    source: Checkpoint,
+    training: dict[str, Any] | None = None,
+) -> str:
+    """Return the card of a model that has just been made.
+
+    Args:
+        model: The model; of adapters, the model that they were trained on, in their folder.
+        steps: How it was made.
+        repo_id: Name under which readers load it.
+        source: The model that it was made of.
+        training: If it was trained: values for the template of the section on training.
+    """
     values = _values(model, steps, fresh=steps[-1].get("made") == UPCYCLED or None)
-    relation = "finetune" if values.get("fresh") or steps[-1]["step"] in _FINETUNING else "merge"
-    tags = (*MOTE_TAGS, *RETRIEVAL_TAGS.get(values["retrieval"], ())) if is_mote(model.config) else ()
-    return _render(_template(model), card_data(source, relation, tags), repo_id, **values)
+    adapters = (model.folder / ADAPTER_CONFIG_NAME).is_file()
+    finetuned = values.get("fresh") or steps[-1]["step"] in _FINETUNING
+    relation = "adapter" if adapters else "finetune" if finetuned else "merge"
+    tags = (*(MOTE_TAGS if is_mote(model.config) else ()), *RETRIEVAL_TAGS.get(values["retrieval"], ()))
+    data = card_data(source, relation, (*tags, *(["peft"] if adapters else [])))
+    if training is not None:
+        by_expert = is_mote(model.config) and model.config.routes_by_task
+        values["training"] = _rendered("training.md", **training, by_expert=by_expert)
+    return _card(model, data, repo_id, values)
 
 
 def rewritten_card(
@@ -120,63 +126,20 @@ def rewritten_card(
         raise ValueError(f"{model.name} is not a MoTE, and has no mote.json that says it was made from one")
     earlier = _read_body(folder / "README.md")
     data = _merged_metadata(front_matter(folder), steps, is_mote(model.config), base_model)
-    card = _render(_template(model), data, repo_id, **_values(model, steps))
-    head, end, body = card.partition("\n---\n\n")
+    head, end, body = _card(model, data, repo_id, _values(model, steps)).partition("\n---\n\n")
     return head + end + _merged(body, earlier)
 
 
-def write_trained_card(
-    folder: Path,
-    repo_id: str,
-    config: MoTEConfig,
-    source: Checkpoint,
-    *,
-    kind: str,
-    instructions: bool = True,
-    relation: str = "finetune",
-    **values: Any,
-) -> None:
-    """Write the card of a trained model.
-
-    Args:
-        folder: Folder of the model.
-        repo_id: Name under which readers load it.
-        config: Its tasks and instructions; those of a MoTE are its own config.
-        source: Checkpoint that the training started from.
-        kind: `mote`, `token_routed` or `dense`.
-        instructions: Whether the model was trained with instructions.
-        relation: To its base model, as the Hub names it: `finetune`, or `adapter`.
-        **values: For the template: `recipe`, `run`, `data`, `seen`, `scores` and the names of its files.
-    """
-    routed = kind == "mote"
-    retrieval, left_out = retrieval_in(folder).kind, instruction_pooling_in(folder) != "included"
-    tags = (*(MOTE_TAGS if kind != "dense" else ()), *RETRIEVAL_TAGS.get(retrieval, ()))
-    example = "search_query" if "search_query" in config.tasks else config.experts[0]
-    argument = "prompt_name" if instructions and config.instruction_of(example) else "task"
-    values |= {
-        "kind": kind,
-        "config": config,
-        "shared": _custom_shared_modules(config) if routed else None,
-        "retrieval": retrieval,
-        "source": source.public_name,
-        "source_link": "#training" if source.is_local else f"https://huggingface.co/{source.name}",
-        "trust": kind != "dense" or left_out,
-        "instructions_left_out": left_out,
-        "argument": f', {argument}="{example}"' if argument == "prompt_name" or routed else "",
-        "experts": routed,
-        "tasks": [(cell(task), expert, cell(config.instruction_of(task))) for task, expert in config.tasks.items()],
-    }
-    data = card_data(source, relation, (*tags, "peft") if relation == "adapter" else tags)
-    card = _render("trained_model.md", data, repo_id, **values)
-    (folder / "README.md").write_text(card, encoding="utf-8")
-
-
-def _render(template: str, metadata: ModelCardData, repo_id: str, **values: Any) -> str:
-    """Fill in a template of `hub_card/`."""
-    path = str(files("mote.hub_card") / template)
+def _card(model: Checkpoint, metadata: ModelCardData, repo_id: str, values: dict[str, Any]) -> str:
+    template = "model_card.md" if is_mote(model.config) else "dense_card.md"
     name = repo_id.rsplit("/", 1)[-1]
-    card = ModelCard.from_template(metadata, template_path=path, model_name=name, repo_id=repo_id, **values)
-    return str(card).rstrip() + "\n"
+    card = _rendered(template, card_data=metadata.to_yaml(), model_name=name, repo_id=repo_id, **values)
+    return card.rstrip() + "\n"
+
+
+def _rendered(template: str, **values: Any) -> str:
+    """Fill in a template of `hub_card/`."""
+    return Template((files("mote.hub_card") / template).read_text(encoding="utf-8")).render(values)
 
 
 def _merged(body: str, earlier: str) -> str:
@@ -200,19 +163,16 @@ def _merged(body: str, earlier: str) -> str:
 # Facts about a model -------------------------------------------------------------------------------------------------
 
 
-def _template(model: Checkpoint) -> str:
-    return "model_card.md" if is_mote(model.config) else "dense_card.md"
-
-
 def _values(model: Checkpoint, steps: list[dict[str, Any]], fresh: bool | None = None) -> dict[str, Any]:
     """Return the values for the template; unless `fresh` says so, files tell whether the experts are still copies."""
     of_kind = _values_of_mote(model, steps, fresh) if is_mote(model.config) else _values_of_dense(model, steps)
+    pipeline = Pipeline.read(model.folder)
     return {
         **of_kind,
         **_origin(steps),
         "command": "\n".join(step["command"] for step in steps if step.get("command")),
-        "instructions_left_out": instruction_pooling_in(model.folder) != "included",
-        "retrieval": retrieval_in(model.folder).kind,
+        "instructions_left_out": pipeline.instruction_pooling != "included",
+        "retrieval": pipeline.retrieval.kind,
     }
 
 
@@ -228,33 +188,22 @@ def _values_of_mote(model: Checkpoint, steps: list[dict[str, Any]], fresh: bool 
     example = "search_query" if "search_query" in tasks else config.available_experts[0]
     return {
         "fresh": fresh,
-        "experts": config.available_experts,
-        "num_experts_per_tok": None if config.routes_by_task else config.num_experts_per_tok,
-        "num_experts": getattr(config, "num_experts", None),
-        "norm_topk_prob": getattr(config, "norm_topk_prob", None),
-        "routing_within": token_routing(config) if config.routes_by_task else None,
-        "mote_blocks": len(config.mote_layer_indices),
-        "blocks": config.num_hidden_layers,
+        "config": config,
+        "by_token": not config.routes_by_task,
+        "routing": token_routing(config),
         "shared": _custom_shared_modules(config),
-        "compression": config.compression,
         "active_parameters": millions(counts["active"]),
         "total_parameters": millions(counts["total"]),
         "tasks": [(cell(task), expert, cell(config.instruction_of(task))) for task, expert in tasks.items()],
-        "default_task": config.default_task if config.default_task in tasks else None,
-        "route_by_text": config.route_by_text,
         "example_task": example,
-        "example_expert": tasks[example],
         "example_instruction": escaped(config.instruction_of(example)),
-        "has_roles": {"query", "document"} <= set(tasks),
-        "pooling": config.pooling,
         "normalized": normalizes(model),
         "has_head": has_head(config),
     }
 
 
 def _values_of_dense(model: Checkpoint, steps: list[dict[str, Any]]) -> dict[str, Any]:
-    network, _ = dense_without_weights(model)
-    keys = read_shapes(model.weights).keys()
+    shapes = read_shapes(model.weights)
     step: dict[str, Any] = next((step for step in reversed(steps) if "of_mote" in step), {})
     experts, expert = step.get("of_mote", {}), step.get("expert")
     prompts = source_prompts(model)
@@ -265,15 +214,15 @@ def _values_of_dense(model: Checkpoint, steps: list[dict[str, Any]]) -> dict[str
     return {
         "experts": list(experts),
         "expert": expert,
-        "parameters": millions(network.num_parameters()),
+        "parameters": millions(sum(map(math.prod, shapes.values()))),
         "prompts": [(cell(task), cell(prompts.get(task, ""))) for task in tasks],
         "instruction": escaped(prompts.get(default) or ""),
         "example_task": None if default else next((task for task in tasks if prompts.get(task)), None),
         "converted": steps[-1].get("converted"),
         "pooling": source_pooling(model),
-        "has_pooler": any(key.endswith("pooler.dense.weight") for key in keys),
+        "has_pooler": any(key.endswith("pooler.dense.weight") for key in shapes),
         "lengthened": steps[-1]["settings"]["length"] if steps[-1]["step"] == "lengthen" else None,
-        "lm_head": any(key.startswith("lm_head.") for key in keys),
+        "lm_head": any(key.startswith("lm_head.") for key in shapes),
     }
 
 
@@ -301,23 +250,18 @@ def _custom_shared_modules(config: MoTEConfig) -> list[str] | None:
 # Metadata ------------------------------------------------------------------------------------------------------------
 
 
-def card_data(source: Checkpoint, relation: str, tags: tuple[str, ...] = ()) -> ModelCardData:
+def card_data(source: Checkpoint, relation: str, tags: Iterable[str] = ()) -> ModelCardData:
     """Build the metadata of a new card: base model, and the source's language and licence.
 
     The base model is an id on the Hub: for a folder, the one that its own card names, if any.
     """
-    of_source = front_matter(source.folder)
-    base_model = hub_ids(of_source.get("base_model")) if source.is_local else source.name
-    return ModelCardData(
-        base_model=base_model,
-        base_model_relation=relation if base_model else None,
-        language=languages(of_source.get("language")),
-        license=of_source.get("license", nv_embed.LICENSE if source.format == "nv_embed" else None),
-        library_name="sentence-transformers",
-        pipeline_tag="sentence-similarity",
-        tags=["sentence-transformers", "feature-extraction", *tags],
-        **{name: of_source[name] for name in ("license_name", "license_link") if name in of_source},
-    )
+    known = front_matter(source.folder)
+    kept: dict[str, Any] = {
+        name: known[name] for name in ("language", "license", "license_name", "license_link") if name in known
+    }
+    if source.format == "nv_embed":
+        kept.setdefault("license", nv_embed.LICENSE)
+    return _metadata(hub_ids(known.get("base_model")) if source.is_local else source.name, relation, tags, kept)
 
 
 def _merged_metadata(
@@ -326,17 +270,21 @@ def _merged_metadata(
     """Merge the metadata of an earlier card with what is known about the model, which takes precedence."""
     origins = [one["name"] for step in reversed(steps) for one in step["sources"][:1] if one.get("revision")]
     base = base_model or hub_ids(known.get("base_model")) or next(iter(origins), None)
-    tags = ["sentence-transformers", "feature-extraction", *(MOTE_TAGS if routed else ()), *(known.get("tags") or [])]
+    tags = (*(MOTE_TAGS if routed else ()), *(known.get("tags") or []))
+    return _metadata(base, known.get("base_model_relation") or "finetune", tags, known)
+
+
+def _metadata(base_model: Any, relation: str, tags: Iterable[str], others: Mapping[str, Any]) -> ModelCardData:
     data = ModelCardData(
-        base_model=base,
-        base_model_relation=(known.get("base_model_relation") or "finetune") if base else None,
+        base_model=base_model,
+        base_model_relation=relation if base_model else None,
         library_name="sentence-transformers",
         pipeline_tag="sentence-similarity",
-        tags=list(dict.fromkeys(tags)),
+        tags=list(dict.fromkeys(["sentence-transformers", "feature-extraction", *tags])),
     )
-    for key, value in known.items():
+    for key, value in others.items():
         if data.get(key) is None and key != "base_model_relation":
-            data[key] = value
+            data[key] = languages(value) if key == "language" else value
     return data
 
 

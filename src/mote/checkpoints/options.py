@@ -1,5 +1,9 @@
 """How results are written."""
 
+from typing import Annotated
+
+from pydantic import Field
+
 from mote.settings import Settings
 
 
@@ -9,7 +13,7 @@ class WriteOptions(Settings):
     Attributes:
         overwrite: Replace the content of the output folder, if it is a model or an expert that this package wrote;
             other files in the folder are kept.
-        max_shard_size: Maximum size of a weight file.
+        max_shard_size: Maximum size of a weight file, as in 500MB.
         push: Push the result to the Hub.
         repo_id: Repository to push to, as `user/name`. Default: the name of the output folder, under the user of the
             token.
@@ -17,7 +21,7 @@ class WriteOptions(Settings):
     """
 
     overwrite: bool = False
-    max_shard_size: str = "5GB"
+    max_shard_size: Annotated[str, Field(pattern=r"^[1-9]\d*(\.\d+)?[KMGT]B$")] = "5GB"
     push: bool = False
     repo_id: str | None = None
     private: bool = False

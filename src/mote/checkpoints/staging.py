@@ -2,7 +2,6 @@
 
 import fnmatch
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -61,12 +60,6 @@ def refuse_source(out: Path, source: Path) -> None:
     ours, theirs = out.resolve(), source.resolve()
     if ours == theirs or ours in theirs.parents or theirs in ours.parents:
         raise ValueError(f"{out} is, holds or lies in the source {source}: choose another folder for the result")
-
-
-def require_shard_size(size: str) -> None:
-    """Raise `ValueError` for an invalid size of files, which the library would read as the smallest one."""
-    if not re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)?[KMGT]B", str(size), re.IGNORECASE):
-        raise ValueError(f"max_shard_size {size!r} is invalid: expected a number with KB, MB, GB or TB, as in '5GB'")
 
 
 class ModelStaging(Staging):

@@ -16,7 +16,7 @@ from mote.checkpoints.provenance import command_line, new_step, plain
 from mote.checkpoints.reading import MoTECheckpoint, has_head, is_mote, open_mote, require_expert
 from mote.checkpoints.staging import refuse_source
 from mote.checkpoints.tensors import require_unquantised
-from mote.checkpoints.writing import require_writable, write_repository
+from mote.checkpoints.writing import Repository, require_writable
 
 logger = logging.getLogger(__name__)
 
@@ -118,18 +118,17 @@ def transform(
     config = source.config if dense else result.config
     tasks = {name: [task for task, expert in config.tasks.items() if expert == name] for name in config.experts}
     details |= {"of_mote": tasks, "expert": expert} if dense else {"experts": tasks}
-    return write_repository(
-        target,
+    repository = Repository(
         result,
-        step=new_step(spec.words.split()[-1], command=command, settings=settings, **details),
-        sources=[source, *others],
-        keep_card=spec.same_model or in_place,
+        source,
+        [new_step(spec.words.split()[-1], command=command, settings=settings, **details)],
+        others,
         tokenizer=tokenizer,
         expert=expert,
         after=after,
-        options=options,
-        repo_id=repo_id,
+        keep_card=spec.same_model or in_place,
     )
+    return repository.write(target, options, repo_id)
 
 
 def _arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

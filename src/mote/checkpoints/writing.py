@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from mote.checkpoints.provenance import Described, read_steps, recorded_files, w
 from mote.checkpoints.reading import Checkpoint, MoTECheckpoint, has_head, is_mote, open_checkpoint
 from mote.checkpoints.sentence_transformers import max_seq_length, write_sentence_transformer
 from mote.checkpoints.st_settings import Pipeline, Retrieval, retrieval_in
-from mote.checkpoints.staging import ModelStaging, refuse_occupied, refuse_source, require_shard_size
+from mote.checkpoints.staging import ModelStaging, refuse_occupied, refuse_source
 from mote.files import require_space
 from mote.remote.configuration_mote import MoTEConfig
 from mote.reporting import megabytes
@@ -35,9 +36,6 @@ def require_writable(out: Path, options: WriteOptions, source: Path | None = Non
     Returns:
         The name under which readers will load the result: the repository on the Hub, or the name of `out`.
     """
-    require_shard_size(options.max_shard_size)
-    if options.private and not options.push:
-        raise ValueError("`--private` is for a repository on the Hub: add `--push`")
     refuse_occupied(out, options.overwrite)
     if source is not None:
         refuse_source(out, source)
@@ -45,95 +43,108 @@ def require_writable(out: Path, options: WriteOptions, source: Path | None = Non
     return hub.check_before_push(options.repo_id or name) if options.push else name
 
 
-def write_repository(  # noqa: PLR0913
-    out: Path,
-    model: "PreTrainedModel | SentenceTransformer | SparseEncoder",
-    *,
-    step: dict[str, Any],
-    sources: Sequence[Described],
-    write_card: Callable[[Path, dict[str, Any]], None] | None = None,
-    keep_card: bool = False,
-    tokenizer: Any = None,
-    expert: str | None = None,
-    names: MoTEConfig | None = None,
-    earlier: Sequence[dict[str, Any]] | None = None,
-    write_weights: Callable[[Path], None] | None = None,
-    retrieval: Retrieval | None = None,
-    after: Callable[[Path], dict[str, Any]] | None = None,
-    options: WriteOptions | None = None,
-    repo_id: str | None = None,
-) -> Path:
-    """Write a model with everything that belongs to a model repository, atomically, and push it if requested.
+@dataclass
+class Repository:
+    """A model with everything that belongs to its repository.
 
-    That is weights, config, code, tokenizer, Sentence-Transformers' files, model card and `mote.json`. After an error
-    nothing is left behind; if only the push fails, the folder is kept.
+    That is weights, config, code, tokenizer, Sentence-Transformers' files, model card and `mote.json`.
 
-    Args:
-        out: Folder to write; check it with `require_writable` before any work.
+    Attributes:
         model: A `SentenceTransformer`, which brings its modules, prompts and tokenizer; or a MoTE or dense model,
-            which takes them from `sources[0]` and `tokenizer`.
-        step: How the model was made, as from `new_step`. Hashes of `sources` are added, and what `after` returns.
-        sources: What the model was made from, first the checkpoint that became this model. If that is in `out` itself,
-            its other files are kept.
-        write_card: Writes README.md into the folder, given the finished step. Default: from the files and steps.
-        keep_card: Keep text and metadata of the source's card, since the result is the same model with other settings.
+            which takes them from the source and `tokenizer`.
+        source: The checkpoint that became this model. If it is in the folder to write, its other files are kept.
+        steps: How the model was made of it, as from `new_step`. The last one gets the hashes of the sources, and what
+            `after` returns.
+        others: What else the model was made from.
         tokenizer: Its tokenizer.
-        expert: If the model is a single expert of the source: its name. Its instruction becomes the default prompt.
+        expert: If it is a single expert of the source: its name. Its instruction becomes the default prompt.
         names: If a dense model was made from a dense source: its tasks, instructions and pooling.
-        earlier: Steps by which the first source was made. Default: those in its `mote.json`.
-        write_weights: If the model has no weights (on the meta device): writes them into a folder.
-        retrieval: The vectors that it gives. Default: as `sources[0]`; not needed for a `SentenceTransformer`.
-        after: Runs on the folder before it is moved into place: adds files, returns details for the step.
-        options: How the model is written.
-        repo_id: Name under which readers load the model, as from `require_writable`. Default: the name of `out`.
+        retrieval: The vectors that it gives. Default: as the source; not needed for a `SentenceTransformer`.
+        write_weights: If it has no weights (on the meta device): writes them into a folder.
+        after: Runs on the folder before it is moved into place: adds files, returns details for the last step.
+        training: If it was trained: values for the card's section on training.
+        keep_card: Keep text and metadata of the source's card, since it is the same model with other settings.
     """
-    options = options or WriteOptions()
-    source = next((one for one in sources if isinstance(one, Checkpoint)), None)
-    in_place = source is not None and out.resolve() == source.folder.resolve()
-    if earlier is None:
-        earlier = read_steps(source.folder) if source else []
-    size = sum(tensor.nbytes for tensor in model.state_dict().values())
-    require_space(out, size)
-    with ThreadPoolExecutor(1) as thread, ModelStaging(out, options.overwrite, in_place) as folder:
-        described = thread.submit(_provenance_of, sources)  # reads them completely
-        logger.info("Writing %s …", megabytes(size))
-        if isinstance(model, PreTrainedModel):
-            assert source is not None
-            write_model(model, tokenizer, source, folder, options.max_shard_size, write_weights)
-            if isinstance(source, MoTECheckpoint) and not is_mote(model.config):
-                names = source.config
-            write_sentence_transformer(model, source, folder, names, expert, retrieval)
+
+    model: "PreTrainedModel | SentenceTransformer | SparseEncoder"
+    source: Checkpoint
+    steps: list[dict[str, Any]]
+    others: Sequence[Described] = ()
+    tokenizer: Any = None
+    expert: str | None = None
+    names: MoTEConfig | None = None
+    retrieval: Retrieval | None = None
+    write_weights: Callable[[Path], None] | None = None
+    after: Callable[[Path], dict[str, Any]] | None = None
+    training: dict[str, Any] | None = None
+    keep_card: bool = False
+
+    def write(self, out: Path, options: WriteOptions, repo_id: str | None = None) -> Path:
+        """Write the repository atomically, and push it if requested.
+
+        After an error nothing is left behind; if only the push fails, the folder is kept.
+
+        Args:
+            out: Folder to write; check it with `require_writable` before any work.
+            options: How the model is written.
+            repo_id: Name under which readers load the model, as from `require_writable`. Default: the name of `out`.
+        """
+        in_place = out.resolve() == self.source.folder.resolve()
+        size = sum(tensor.nbytes for tensor in self.model.state_dict().values())
+        require_space(out, size)
+        with ThreadPoolExecutor(1) as thread, ModelStaging(out, options.overwrite, in_place) as folder:
+            described = thread.submit(_provenance_of, [self.source, *self.others])  # reads them completely
+            logger.info("Writing %s …", megabytes(size))
+            self._write_model(folder, options.max_shard_size)
+            details = self.after(folder) if self.after else {}
+            *first, last = self.steps
+            last = {**last, "sources": described.result(), **details}
+            steps = [*read_steps(self.source.folder), *first, last]
+            self._write_card(folder, steps, repo_id or out.resolve().name)
+            write_steps(steps, folder)
+        logger.info("Wrote %s", out)
+        place = str(out)
+        if options.push:
+            place = repo_id or hub.check_before_push(options.repo_id or out.resolve().name)
+            logger.info("Pushing to %s …", place)
+            logger.info("Pushed: %s", hub.push(out, place, recorded_files(out), options.private))
+        if isinstance(self.model, PreTrainedModel):
+            logger.info("%s", how_to_load(place, self.model.config, retrieval_in(out)))
+        return out
+
+    def _write_model(self, folder: Path, max_shard_size: str) -> None:
+        """Write weights, config, code, tokenizer and Sentence-Transformers' files."""
+        if isinstance(self.model, PreTrainedModel):
+            self._write_network(self.model, folder, max_shard_size)
         else:
-            model.save(str(folder), create_model_card=False)
+            self.model.save(str(folder), create_model_card=False)
             Pipeline.read(folder).write(folder)  # our classes by names that exist without this package
-        transformer: Any = model if isinstance(model, PreTrainedModel) else model[0].auto_model
-        if not is_mote(transformer.config) and not (folder / ADAPTER_CONFIG_NAME).is_file():
-            write_plainly(folder, transformer)
-        details = after(folder) if after else {}
-        step = {**step, "sources": described.result(), **details}
-        steps = [*earlier, step]
-        if write_card is not None:
-            write_card(folder, step)
+        network: Any = self.model if isinstance(self.model, PreTrainedModel) else self.model[0].auto_model
+        if not is_mote(network.config) and not (folder / ADAPTER_CONFIG_NAME).is_file():
+            write_plainly(folder, network)
+
+    def _write_network(self, model: PreTrainedModel, folder: Path, max_shard_size: str) -> None:
+        if self.write_weights is None:
+            model.save_pretrained(folder, max_shard_size=max_shard_size)
         else:
-            assert source is not None
-            written, name = open_checkpoint(str(folder)), repo_id or out.resolve().name
-            card = (
-                rewritten_card(written, steps, name, source.folder)
-                if keep_card
-                else new_card(written, steps, name, source)
-            )
-            (folder / "README.md").unlink(missing_ok=True)
-            (folder / "README.md").write_text(card, encoding="utf-8")
-        write_steps(steps, folder)
-    logger.info("Wrote %s", out)
-    place = str(out)
-    if options.push:
-        place = repo_id or hub.check_before_push(options.repo_id or out.resolve().name)
-        logger.info("Pushing to %s …", place)
-        logger.info("Pushed: %s", hub.push(out, place, recorded_files(out), options.private))
-    if isinstance(model, PreTrainedModel):
-        logger.info("%s", how_to_load(place, model.config, retrieval_in(out)))
-    return out
+            with quiet_transformers():  # no progress bar for no weights
+                model.save_pretrained(folder, state_dict={})  # config and code
+            self.write_weights(folder)
+        # It truncates where Sentence-Transformers does.
+        self.tokenizer.model_max_length = max_seq_length(model, self.source) or self.tokenizer.model_max_length
+        self.tokenizer.save_pretrained(folder)
+        made_dense = isinstance(self.source, MoTECheckpoint) and not is_mote(model.config)
+        names: Any = self.source.config if made_dense else self.names
+        write_sentence_transformer(model, self.source, folder, names, self.expert, self.retrieval)
+
+    def _write_card(self, folder: Path, steps: list[dict[str, Any]], name: str) -> None:
+        adapters = (folder / ADAPTER_CONFIG_NAME).is_file()
+        written = replace(self.source, folder=folder) if adapters else open_checkpoint(str(folder))
+        if self.keep_card:
+            card = rewritten_card(written, steps, name, self.source.folder)
+        else:
+            card = new_card(written, steps, name, self.source, self.training)
+        (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def _provenance_of(sources: Sequence[Described]) -> list[dict[str, Any]]:
@@ -162,23 +173,3 @@ def how_to_load(path: str, config: Any, retrieval: Retrieval | None = None) -> s
         f'AutoModel.from_pretrained("{path}", trust_remote_code=True)(**batch{routed}).pooler_output\n'
         f'SentenceTransformer("{path}", trust_remote_code=True).encode(texts, {argument}="{task}")'
     )
-
-
-def write_model(
-    model: PreTrainedModel,
-    tokenizer: Any,
-    source: Checkpoint,
-    folder: Path,
-    max_shard_size: str,
-    write_weights: Callable[[Path], None] | None = None,
-) -> None:
-    """Write weights, config, code and tokenizer, which truncates where Sentence-Transformers does."""
-    require_shard_size(max_shard_size)
-    if write_weights is None:
-        model.save_pretrained(folder, max_shard_size=max_shard_size)
-    else:
-        with quiet_transformers():  # no progress bar for no weights
-            model.save_pretrained(folder, state_dict={})  # config and code
-        write_weights(folder)
-    tokenizer.model_max_length = max_seq_length(model, source) or tokenizer.model_max_length
-    tokenizer.save_pretrained(folder)

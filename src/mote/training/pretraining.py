@@ -218,7 +218,7 @@ class PretrainingRun(BaseRun):
         names = self.model.config
         if self.recipe.model.kind == "dense":
             self.model = dense_with_head(self.model)
-        self.write("pretrain", record, made, repo_id=self.folder.path.name, tokenizer=self.tokenizer, names=names)
+        self.write("pretrain", record, made, tokenizer=self.tokenizer, names=names)
         before, after = (validation[when] or {} for when in ("before", "after"))
         rows = [
             (name, *(f"{seen[unit]:,}" for unit in ("texts", "tokens")), before.get(name, ""), after.get(name, ""))

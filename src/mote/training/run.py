@@ -1,6 +1,5 @@
 """What training and pre-training runs share: training to the end, resuming, writing the model."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,9 @@ from transformers import Trainer
 from mote.checkpoints.cards import UPCYCLED
 from mote.checkpoints.hashing import folder_hash
 from mote.checkpoints.options import WriteOptions
-from mote.checkpoints.provenance import command_line, new_step, read_steps
+from mote.checkpoints.provenance import command_line, new_step
 from mote.checkpoints.reading import Checkpoint, is_mote
-from mote.checkpoints.writing import write_repository
+from mote.checkpoints.writing import Repository
 from mote.training.progress import NonFiniteError, TaskProgress, Tracker, draw_curves
 from mote.training.run_folder import CURVES_FILE, RECIPE_FILE, RunFolder, as_yaml
 
@@ -72,7 +71,6 @@ class BaseRun:
         verb: str,
         record: dict[str, Any],
         made: str,
-        write_card: Callable[[Path, dict[str, Any]], None] | None = None,
         **others: Any,
     ) -> None:
         """Write the model's repository, replacing an earlier one, and remove the checkpoints.
@@ -81,8 +79,7 @@ class BaseRun:
             verb: The command, `train` or `pretrain`.
             record: Record of the run for `mote.json`.
             made: How the model was made, for the cards: "trained from".
-            write_card: As in `write_repository`.
-            **others: As in `write_repository`.
+            **others: Attributes of `Repository`.
         """
 
         def add_files(folder: Path) -> dict[str, Any]:
@@ -92,19 +89,11 @@ class BaseRun:
             return {}
 
         upcycled = self.recipe.model.kind != "dense" and not is_mote(self.source.config)
-        earlier = read_steps(self.source.folder)
         origin = {"name": self.source.public_name, "revision": self.source.revision}
-        write_repository(
-            self.folder.model,
-            self.model,
-            step=new_step(verb, command=command_line(verb, RECIPE_FILE), made=made, **record),
-            sources=[self.source],
-            earlier=[*earlier, new_step("upcycle", sources=[origin], made=UPCYCLED)] if upcycled else earlier,
-            write_card=write_card,
-            after=add_files,
-            options=WriteOptions(overwrite=True),
-            **others,
-        )
+        steps = [new_step("upcycle", sources=[origin], made=UPCYCLED)] if upcycled else []
+        steps.append(new_step(verb, command=command_line(verb, RECIPE_FILE), made=made, **record))
+        repository = Repository(self.model, self.source, steps, after=add_files, **others)
+        repository.write(self.folder.model, WriteOptions(overwrite=True), self.folder.path.name)
         self.folder.remove_checkpoints()
 
 

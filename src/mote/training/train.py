@@ -20,7 +20,6 @@ from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss
 from torch import nn
 from transformers import PrinterCallback, Trainer
 
-from mote.checkpoints.cards import write_trained_card
 from mote.checkpoints.models import load_tokenizer
 from mote.checkpoints.reading import Checkpoint, open_checkpoint
 from mote.checkpoints.tensors import token_routing, weight_name
@@ -206,37 +205,31 @@ class TrainingRun(BaseRun):
             resumed_from_step=None if self.checkpoint is None else step_of(self.checkpoint),
             validation={"before": before, "after": self.validate()},
         )
-        self.write("train", {**record, **tuned}, "trained from", self._write_card)
+        self.write("train", {**record, **tuned}, "trained from", training=self._card_values(record))
         logger.info(summary(record))
 
-    def _write_card(self, folder: Path, step: dict[str, Any]) -> None:
+    def _card_values(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Return the values for the card's section on training."""
         settings = ("batch_size", "learning_rate", "weight_decay", "seed", "start_weight")
         recipe = {key: getattr(self.recipe.training, key) for key in settings}
         if isinstance(recipe["start_weight"], dict):
             recipe["start_weight"] = ", ".join(f"{one} ({part})" for part, one in recipe["start_weight"].items())
-        used = {one["name"]: one["used"] for one in step["data"]}
+        used = {one["name"]: one["used"] for one in record["data"]}
         datasets: dict[tuple[Any, ...], list[str]] = {}  # of a task, and an objective: some may have their own
         for training_set in self.data.sets.values():
             for part in training_set.parts or [training_set]:
                 own = part.settings
                 row = (part.task, own.batches, own.loss, own.temperature if own.loss == INFO_NCE else "")
                 datasets.setdefault(row, []).extend(f"{name} ({used[name]:,})" for name in part.sources)
-        write_trained_card(
-            folder,
-            self.folder.path.name,
-            self.names,
-            self.source,
-            kind=self.recipe.model.kind,
-            recipe={"name": self.recipe.name, "description": self.recipe.description, **recipe},
-            run=step,
-            data=[(*row, ", ".join(names)) for row, names in datasets.items()],
-            seen=step["experts"] or step["tasks"],
-            scores=scores_of_tasks(step["validation"]),
-            instructions=bool(self.recipe.model.instructions),
-            relation="adapter" if self.recipe.training.peft and not self.recipe.training.peft.merge else "finetune",
-            recipe_file=RECIPE_FILE,
-            curves_file=CURVES_FILE,
-        )
+        return {
+            "recipe": {"name": self.recipe.name, "description": self.recipe.description, **recipe},
+            "run": record,
+            "data": [(*row, ", ".join(names)) for row, names in datasets.items()],
+            "seen": record["experts"] or record["tasks"],
+            "scores": scores_of_tasks(record["validation"]),
+            "recipe_file": RECIPE_FILE,
+            "curves_file": CURVES_FILE,
+        }
 
 
 class _Sharded:

@@ -11,7 +11,6 @@ from mote.checkpoints import sentence_transformers as st
 from mote.checkpoints.bidirectional import is_bidirectional, make_bidirectional
 from mote.checkpoints.reading import Checkpoint, mote_class, open_dense, stored_dtype
 from mote.checkpoints.st_settings import Retrieval, require_poolable
-from mote.checkpoints.staging import require_shard_size
 from mote.checkpoints.tensors import parameter_counts, token_routing
 from mote.remote.configuration_mote import MoTEConfig
 from mote.reporting import Report, megabytes, millions, table
@@ -114,7 +113,6 @@ def plan_upcycling(
     Takes the arguments of `upcycle`, and raises its errors about the source and settings.
     """
     options = (options or UpcyclingOptions()).updated(**settings).complete()
-    require_shard_size(options.max_shard_size)
     source, options = _opened(src, options)
     retrieval = retrieval_of(options, source)
     if options.instruction_pooling is not None:

@@ -17,7 +17,7 @@ from mote.checkpoints.reading import Checkpoint, mote_class
 from mote.checkpoints.st_settings import write_instruction_pooling
 from mote.checkpoints.streaming import DenseWeights, MappedFiles, can_stream, write_weights
 from mote.checkpoints.tokens import EOS, apply_end_token, ends_texts, with_padding_token
-from mote.checkpoints.writing import require_writable, write_repository
+from mote.checkpoints.writing import Repository, require_writable
 from mote.remote.modeling_mote import MoTEModel
 from mote.upcycling.options import UpcyclingOptions
 from mote.upcycling.plan import UpcyclingPlan, plan_upcycling
@@ -77,25 +77,24 @@ def upcycle(
     command = command_line("upcycle", src=source.public_name, **{**place, **changed, **listed})
     if dropped:
         logger.info("Dropping %d weights of pre-training heads (listed in %s)", len(dropped), RECORD_FILE)
-    return write_repository(
-        plan.out,
+    step = new_step(
+        "upcycle",
+        command=command,
+        settings=changed,
+        made="converted from" if published else UPCYCLED,
+        dropped=dropped,
+        parameters=plan.counts,
+    )
+    repository = Repository(
         model,
-        step=new_step(
-            "upcycle",
-            command=command,
-            settings=changed,
-            made="converted from" if published else UPCYCLED,
-            dropped=dropped,
-            parameters=plan.counts,
-        ),
-        sources=[source],
+        source,
+        [step],
         tokenizer=tokenizer,
         write_weights=write,
         retrieval=plan.retrieval,
         after=None if pooled is None else partial(write_instruction_pooling, value=pooled),
-        options=options,
-        repo_id=repo_id,
     )
+    return repository.write(plan.out, options, repo_id)
 
 
 def _model_and_its_writer(
