@@ -10,13 +10,14 @@ from helpers.paths import ROOT
 pytest.importorskip("mteb")
 
 import mteb
-from mteb.models import SentenceTransformerEncoderWrapper
 from mteb.types import PromptType
 from sentence_transformers import SentenceTransformer
 
 import mote
 from mote import evaluate
-from mote.evaluation.evaluate import instructed
+from mote.evaluation.evaluate import prompts_of
+from mote.evaluation.models import find_models
+from mote.evaluation.options import EvaluateOptions
 
 TOPIC, FIND = mote.instruction_with("Find the topic"), mote.instruction_with("Find papers")
 
@@ -94,12 +95,10 @@ def test_tasks_without_instructions(trained: Path, both: Path, tmp_path: Path, m
 @pytest.mark.filterwarnings("ignore:Task name", "ignore:Some prompts")
 def test_definitions_of_other_tasks_with_documents(name: str, trained: Path) -> None:
     """An aggregate, and types that no prompt is named after: the definition is in front of queries, not documents."""
-    model = SentenceTransformer(str(trained), trust_remote_code=True)
-    encoder, task = SentenceTransformerEncoderWrapper(model), mteb.get_task(name)
+    task, (model,) = mteb.get_task(name), find_models(trained, EvaluateOptions(trust_remote_code=True))
+    encoder: Any = model.encoder(prompts_of([task], {name: FIND}))
     part = task.metadata.tasks[0] if task.is_aggregate else task
-    with instructed(encoder, task, FIND):
-        prompts = [encoder.model_prompts[encoder.get_prompt_name(part.metadata, role)] for role in PromptType]
-        config = model[0].config
-        assert config.expert_of(config.task_of(["a"], prompt=FIND)) == "search_query"
+    prompts = [encoder.model_prompts[encoder.get_prompt_name(part.metadata, role)] for role in PromptType]
     assert prompts == [FIND, "search_document: "]
-    assert FIND not in encoder.model_prompts.values()
+    config = encoder.model[0].config
+    assert config.expert_of(config.task_of(["a"], task="query", prompt=FIND)) == "search_query"

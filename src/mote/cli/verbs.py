@@ -111,8 +111,9 @@ def evaluate(models: list[str], *, out: str | None = None, options: EvaluateOpti
 
     Args:
         models: Models: folders, ids on the Hub, or LABEL=MODEL.
-        out: Folder for tables, scores, a chart of gains and mteb's results.
+        out: Folder for tables, scores and mteb's results.
     """
+    without_bars()
     return mote.evaluate(models, out, options)
 
 

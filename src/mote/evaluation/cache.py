@@ -1,14 +1,10 @@
 """The cache of results, in mteb's format and layout: `results/MODEL/REVISION/[experiments/SETTINGS/]TASK.json`."""
 
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import mteb
-
-from mote.files import replaced
 
 
 class CacheError(OSError):
@@ -16,7 +12,7 @@ class CacheError(OSError):
 
 
 class Cache(mteb.ResultCache):
-    """mteb's cache, in which results on other data do not count, and files are complete or missing."""
+    """mteb's cache, in which results on other data and damaged files do not count."""
 
     def __init__(self, folder: Path, tasks: Iterable[Any]) -> None:
         super().__init__(folder)
@@ -30,7 +26,12 @@ class Cache(mteb.ResultCache):
             return None
         try:
             result = super().load_task_result(task_name, *args, **kwargs)
-        except (ValueError, KeyError, TypeError, AttributeError):  # damaged: invalid JSON, or not what mteb writes
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+        ):  # half a file of a killed run, or not what mteb writes
             return None
         # mteb compares revisions only if a result is incomplete.
         return result if result is not None and result.dataset_revision == task.metadata.revision else None
@@ -45,24 +46,14 @@ class Cache(mteb.ResultCache):
         for part in with_subtasks([task]):
             self.get_task_result_path(part.metadata.name, meta).unlink(missing_ok=True)
 
-    def save_to_cache(self, task_result: Any, model_name: Any, *args: Any, **kwargs: Any) -> None:
-        """Write the files of a result elsewhere, and move each into place once it is complete."""
-        place = self.get_task_result_path(task_result.task_name, model_name, *args).parent
-        with tempfile.TemporaryDirectory() as elsewhere:
-            staged = mteb.ResultCache(elsewhere)
-            folder = staged.get_task_result_path(task_result.task_name, model_name, *args).parent
-            folder.mkdir(parents=True)
-            if (place / "run_settings.jsonl").is_file():  # of all tasks
-                shutil.copy(place / "run_settings.jsonl", folder)
-            staged.save_to_cache(task_result, model_name, *args, **kwargs)
-            try:
-                for file in folder.iterdir():
-                    with replaced(place / file.name) as temporary:
-                        shutil.copy(file, temporary)
-            except OSError as error:
-                raise CacheError(
-                    f"The result of {task_result.task_name} cannot be written to {place}: {error}"
-                ) from error
+    def save_to_cache(self, task_result: Any, *args: Any, **kwargs: Any) -> None:
+        """Write a result as mteb does; `CacheError` if that is impossible."""
+        try:
+            super().save_to_cache(task_result, *args, **kwargs)
+        except OSError as error:
+            raise CacheError(
+                f"The result of {task_result.task_name} cannot be written to {self.cache_path}: {error}"
+            ) from error
 
 
 def with_subtasks(tasks: Iterable[Any]) -> Iterator[Any]:

@@ -2,17 +2,14 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
-from mteb.languages import iso_mappings
 from mteb.models import ModelMeta, SentenceTransformerEncoderWrapper, SparseEncoderWrapper
 from mteb.models.model_meta import ScoringFunction
 from mteb.models.models_protocols import MTEBModels
-from mteb.types import Licenses
 from transformers import PreTrainedModel
 
-from mote.checkpoints.cards import front_matter, languages
 from mote.checkpoints.hashing import folder_hash
 from mote.checkpoints.models import dense_without_weights
 from mote.checkpoints.reading import Checkpoint, is_mote, mote_class, open_checkpoint
@@ -36,9 +33,9 @@ def model_meta(source: str | Path, revision: str | None = None) -> ModelMeta:
 
     Returns:
         The name (`local/NAME` for a folder), the revision (the commit, or a hash of the folder's files), dimension,
-        maximum number of tokens, parameters in total and in the token embeddings, size of the weights in MiB, licence,
-        languages, similarity, and the prompts of MTEB's task types (in `loader_kwargs`). Active parameters are those
-        that a text (in a token-routed model, a token) passes through, without the token embeddings, as MTEB counts.
+        maximum number of tokens, parameters in total and in the token embeddings, size of the weights in MiB,
+        similarity, and the prompts of MTEB's task types (in `loader_kwargs`). Active parameters are those that a text
+        (in a token-routed model, a token) passes through, without the token embeddings, as MTEB counts.
 
     Raises:
         FileNotFoundError: If the source does not exist or has no weights.
@@ -53,8 +50,6 @@ def model_meta(source: str | Path, revision: str | None = None) -> ModelMeta:
         model, _ = dense_without_weights(checkpoint)
     parameters = model.num_parameters()
     embeddings = model.get_input_embeddings().weight.numel()
-    card = front_matter(checkpoint.folder)
-    base = card.get("base_model")
     settings = checkpoint.read_json("config_sentence_transformers.json")
     names = (*MTEB_PROMPTS, *ROLE_HINTS)  # MTEB warns about all others
     prompts = {key: text for key, text in source_prompts(checkpoint).items() if key in names}
@@ -69,21 +64,17 @@ def model_meta(source: str | Path, revision: str | None = None) -> ModelMeta:
             },
             "name": mteb_name(source),
             "revision": checkpoint.revision or folder_hash(checkpoint.folder),
-            "languages": _languages(card.get("language")),
             "n_parameters": parameters,
             "n_active_parameters_override": parameter_counts(model)["active"] - embeddings if routed else None,
             "n_embedding_parameters": embeddings,
             "memory_usage_mb": round(sum(path.stat().st_size for path in checkpoint.weights) / 1024**2),
             "max_tokens": _max_tokens(model, checkpoint),
             "embed_dim": _dimension(checkpoint),
-            "license": _license(card.get("license")),
-            "open_weights": True,
             **({"model_type": ["sparse"]} if sparse else {}),
             "framework": ["Sentence Transformers", "PyTorch", "Transformers", "safetensors"],
             "reference": None if checkpoint.is_local else f"https://huggingface.co/{checkpoint.name}",
             "similarity_fn_name": ScoringFunction.from_str(settings.get("similarity_fn_name") or "cosine"),
             "use_instructions": any(source_prompts(checkpoint).values()),
-            "adapted_from": base[0] if isinstance(base, list) and base else base,
         }
     )
 
@@ -93,15 +84,6 @@ def mteb_name(source: str | Path) -> str:
     if Path(source).is_dir():
         return f"local/{Path(source).resolve().name}"
     return str(source) if "/" in str(source) else f"sentence-transformers/{source}"
-
-
-def recorded(source: str, revision: str | None) -> dict[str, Any]:
-    """Return what `model_meta` finds, for mteb to record; empty for models that it cannot describe."""
-    try:
-        meta = model_meta(source, revision)
-    except Exception:  # other modules or architectures, odd cards: mteb records what it knows
-        return {}
-    return {name: value for name, value in meta if value is not None and name != "loader_kwargs"}
 
 
 def load_encoder_wrapper(path: str, name: str, revision: str | None = None, **kwargs: Any) -> MTEBModels:
@@ -130,17 +112,3 @@ def _max_tokens(model: PreTrainedModel, checkpoint: Checkpoint) -> int | None:
     """Return the number of tokens at which Sentence-Transformers truncates texts."""
     of_tokenizer = checkpoint.read_json("tokenizer_config.json").get("model_max_length")
     return max_seq_length(model, checkpoint) or (of_tokenizer if of_tokenizer and of_tokenizer < 10**9 else None)
-
-
-def _license(name: Any) -> str | None:
-    """Return a licence in the form that MTEB accepts: one that it lists, or a URL."""
-    name = str(name).lower()
-    return name if name in get_args(Licenses) or name.startswith(("https://", "http://")) else None
-
-
-def _languages(of_card: Any) -> list[str] | None:
-    """Turn a card's languages, such as "en", into MTEB's, such as "eng-Latn"."""
-    convert = getattr(iso_mappings, "_hf_langs_to_iso_lang_scripts", None)  # for which mteb has no public name
-    found = languages(of_card)
-    codes = [code for code in (found if isinstance(found, list) else [found]) if isinstance(code, str)]
-    return convert(codes) if convert is not None and codes else None

@@ -1,6 +1,5 @@
 """Models to evaluate: their labels, their revisions, and how they are loaded and embed for mteb."""
 
-import gc
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,24 +10,31 @@ from typing import Any
 import torch
 from mteb.models import ModelMeta, SentenceTransformerEncoderWrapper, SparseEncoderWrapper
 from sentence_transformers import SparseEncoder
-from tqdm import tqdm
 
 from mote.checkpoints.hashing import folder_hash
-from mote.evaluation.metadata import mteb_name, recorded
+from mote.checkpoints.reading import is_mote
+from mote.evaluation.metadata import mteb_name
 from mote.evaluation.options import EvaluateOptions
 from mote.hub import commit_of
 from mote.inference.loading import has_own_code, load_any_encoder
+from mote.remote.configuration_mote import MTEB_PROMPTS
 from mote.reporting import label_models
 
 logger = logging.getLogger(__name__)
 
 
-class _Finite:
-    """Makes an encoder of mteb fail on NaN and infinity; retrieval would count them as a score of 0."""
+class _Evaluated:
+    """What an encoder of mteb lacks: it tells a MoTE the type of a dataset, and fails on NaN and infinity."""
 
-    def encode(self, *args: Any, **kwargs: Any) -> Any:
-        """Embed texts; `ValueError` if an embedding is not finite."""
-        embeddings = super().encode(*args, **kwargs)  # type: ignore[misc]
+    def encode(self, *args: Any, task_metadata: Any, prompt_type: Any = None, **kwargs: Any) -> Any:
+        """Embed texts; `ValueError` if an embedding is not finite, which retrieval would count as a score of 0."""
+        task = None if prompt_type else MTEB_PROMPTS.get(task_metadata.type)  # a role says more than the type
+        config = getattr(self.model[0], "config", None)  # type: ignore[attr-defined]  # of the other base class
+        if config is not None and is_mote(config) and config.routes_by_task and task in config.tasks:
+            kwargs["task"] = task
+        embeddings = super().encode(  # type: ignore[misc]
+            *args, task_metadata=task_metadata, prompt_type=prompt_type, **kwargs
+        )
         if isinstance(embeddings, torch.Tensor):
             # As Sentence-Transformers does where it gives arrays.
             embeddings = embeddings.float()
@@ -39,15 +45,15 @@ class _Finite:
         return embeddings
 
 
-class DenseEncoder(_Finite, SentenceTransformerEncoderWrapper):
+class DenseEncoder(_Evaluated, SentenceTransformerEncoderWrapper):
     """mteb's wrapper of a `SentenceTransformer`."""
 
 
-class SparseVectorEncoder(_Finite, SparseEncoderWrapper):
+class SparseVectorEncoder(_Evaluated, SparseEncoderWrapper):
     """mteb's wrapper of a `SparseEncoder`."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class EvaluatedModel:
     """A model to evaluate.
 
@@ -65,10 +71,6 @@ class EvaluatedModel:
     options: EvaluateOptions
     retrieval: str | None = None
 
-    def __post_init__(self) -> None:
-        self._encoder: DenseEncoder | SparseVectorEncoder | None = None
-        self._load_error: Exception | None = None
-
     def key(self, **experiment: Any) -> dict[str, Any]:
         """Fields of `mteb.ModelMeta` by which mteb's cache is laid out.
 
@@ -83,33 +85,22 @@ class EvaluatedModel:
         """Describe the model to mteb's cache; takes the arguments of `key`."""
         return ModelMeta.create_empty(overwrites=self.key(**experiment))
 
-    def check(self) -> None:
-        """Load the model without its weights; `ValueError` if it does not load, lacks weights, or is not trusted."""
-        self._load("meta")
+    def load(self, device: str | None) -> Any:
+        """Load the model, on the device "meta" without its weights; `ValueError` if it does not load, or lacks some."""
+        settings = {"dtype": self.options.dtype, "trust_remote_code": self.options.trust_remote_code}
+        return load_any_encoder(self.path, retrieval=self.retrieval, revision=self._commit, device=device, **settings)
 
-    def encoder(self) -> "DenseEncoder | SparseVectorEncoder":
-        """Return mteb's encoder of the model, which is loaded once; an error is raised again, without another try."""
-        if self._load_error is not None:
-            raise self._load_error
-        if self._encoder is None:
-            try:
-                model = self._load(self.options.device)
-            except Exception as error:
-                self._load_error = error
-                raise
-            wrapper = SparseVectorEncoder if isinstance(model, SparseEncoder) else DenseEncoder
-            self._encoder = wrapper(model)
-            described = recorded(self.path, self._commit)
-            self._encoder.mteb_model_meta = self._encoder.mteb_model_meta.model_copy(update=described)
-            _warn_of_unused_prompts(self.label, self._encoder)
-        return self._encoder
+    def encoder(self, prompts: Mapping[str, str]) -> DenseEncoder | SparseVectorEncoder:
+        """Load the model, and wrap it for mteb.
 
-    def release(self) -> None:
-        """Free its memory."""
-        self._encoder = None
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        Args:
+            prompts: Prompts, by mteb's names, that replace the model's own.
+        """
+        model = self.load(self.options.device)
+        encoder = (SparseVectorEncoder if isinstance(model, SparseEncoder) else DenseEncoder)(model)
+        _warn_of_unused_prompts(self.label, encoder)
+        encoder.model_prompts = {**(encoder.model_prompts or {}), **prompts}
+        return encoder
 
     @cached_property
     def _own_code(self) -> bool | None:
@@ -119,10 +110,6 @@ class EvaluatedModel:
     @property
     def _commit(self) -> str | None:
         return None if Path(self.path).is_dir() else self.revision
-
-    def _load(self, device: str | None) -> Any:
-        settings = {"dtype": self.options.dtype, "trust_remote_code": self.options.trust_remote_code}
-        return load_any_encoder(self.path, retrieval=self.retrieval, revision=self._commit, device=device, **settings)
 
 
 def _warn_of_unused_prompts(label: str, encoder: Any) -> None:
@@ -135,11 +122,10 @@ def _warn_of_unused_prompts(label: str, encoder: Any) -> None:
     used = {"", None, default, *(encoder.model_prompts or {}).values()}
     unused = [name for name, text in prompts.items() if text not in used]
     if unused:
-        with tqdm.external_write_mode():
-            logger.warning(
-                f"{label}: MTEB does not use the prompts {', '.join(map(repr, unused))}, whose names it does not know. "
-                "It knows `query`, `document`, and its task types and tasks, such as `STS` or `Retrieval-query`"
-            )
+        logger.warning(
+            f"{label}: MTEB does not use the prompts {', '.join(map(repr, unused))}, whose names it does not know. "
+            "It knows `query`, `document`, and its task types and tasks, such as `STS` or `Retrieval-query`"
+        )
 
 
 def find_models(

@@ -4,9 +4,12 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
+from mote.files import replaced
 from mote.remote.configuration_mote import alternatives
 from mote.reporting import Report, table
 from mote.statistics import Comparison, compare_scores
@@ -123,7 +126,17 @@ class Evaluation(Report):
         ]
         rows.append([f"mean over datasets ({counts.total()})", *self._cells(map(self.mean, self.models))])
         rows.append([f"mean over types ({len(counts)})", *self._cells(map(self.mean_over_types, self.models))])
-        return self._with_notes(table(["", *self.models], rows))
+        notes = [f"Failed: {failure}" for failure in self.failed()]
+        notes += [f"{comparison}." for comparison in self.comparisons()]
+        if len(self.common) < len(self.types):
+            missing = f"{len(self.common)} of {len(self.types)} datasets"
+            notes.insert(0, f"Means are over the {missing} that all models have scores on.")
+        blocks = [
+            f"{'; '.join(self._heading())}.",
+            table(["", *self.models], rows),
+            "\n".join(f"- {note}" for note in notes),
+        ]
+        return "\n\n".join(filter(None, blocks))
 
     def per_dataset(self) -> str:
         """Scores: a row for each dataset, a column for each model."""
@@ -134,8 +147,7 @@ class Evaluation(Report):
                 if name in self.failures.get(model, {}):
                     cells[column] = "failed"
             rows.append([name, self.types[name], self.metrics.get(name, ""), *cells])
-        header = ["dataset", "type", "score", *self.models]
-        return self._with_notes(table(header, rows, align="lll" + "r" * len(self.models)))
+        return table(["dataset", "type", "score", *self.models], rows, align="lll" + "r" * len(self.models))
 
     def failed(self) -> list[str]:
         """Each failure in one line."""
@@ -163,6 +175,13 @@ class Evaluation(Report):
         content = json.loads(text)
         return cls(**{field.name: content[field.name] for field in fields(cls)})
 
+    def save(self, folder: str | Path) -> None:
+        """Write scores.md, the tables, and scores.json; those of an earlier run are replaced once both are complete."""
+        texts = {"scores.md": f"{self}\n\n{self.per_dataset()}\n", "scores.json": self.to_json()}
+        with ExitStack() as files:
+            for name, text in texts.items():
+                files.enter_context(replaced(Path(folder, name))).write_text(text, encoding="utf-8")
+
     def _cells(self, scores: Iterable[float | None]) -> list[str]:
         """Format the score of each model: the best one in bold, with the gain over the reference."""
         known = {
@@ -181,16 +200,6 @@ class Evaluation(Report):
                 cell += f" ({gain:+.2f})"
             cells.append(cell)
         return cells
-
-    def _with_notes(self, rows: str) -> str:
-        """Add a heading above a table and notes below it."""
-        notes = [f"Failed: {failure}" for failure in self.failed()]
-        notes += [f"{comparison}." for comparison in self.comparisons()]
-        if len(self.common) < len(self.types):
-            missing = f"{len(self.common)} of {len(self.types)} datasets"
-            notes.insert(0, f"Means are over the {missing} that all models have scores on.")
-        lines = [f"{'; '.join(self._heading())}.", "", rows]
-        return "\n".join([*lines, "", *(f"- {note}" for note in notes)] if notes else lines)
 
     def _heading(self) -> Iterator[str]:
         yield "Main scores of MTEB x 100"
