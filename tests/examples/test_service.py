@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -201,10 +200,8 @@ BAD = [
     ({"task": 3}, 400, "task", "string"),
     ({"task": ["sts"]}, 400, "task", "string"),
     ({"input": []}, 400, "input", "none of them empty"),
-    ({"input": ""}, 400, "input", "none of them empty"),
     ({"input": ["a", ""]}, 400, "input", "none of them empty"),
     ({"input": ["a", None]}, 400, "input", "a list of texts"),
-    ({"input": {"text": "a"}}, 400, "input", "a list of texts"),
     ({"input": None}, 400, "input", "must be a text"),
     ({"input": [1, 2]}, 400, "input", "lists of tokens are not accepted"),
     ({"input": [[1, 2], [3]]}, 400, "input", "lists of tokens are not accepted"),
@@ -216,7 +213,6 @@ BAD = [
     ({"dimensions": 0}, 400, "dimensions", "greater than or equal to 1"),
     ({"dimensions": 257}, 400, "dimensions", "at most 256"),
     ({"dimensions": "12"}, 400, "dimensions", "integer"),
-    ({"dimensions": True}, 400, "dimensions", "integer"),
     ({"tasks": "sts"}, 400, "tasks", "Did you mean 'task'?"),
 ]
 
@@ -348,7 +344,10 @@ def test_the_client_of_openai(server: Server, reference: Reference) -> None:
 def test_limits_then_a_clean_end_with_requests_under_way(trained_folder: Path, reference: Reference) -> None:
     limits = ("--max-body", 4000, "--max-inputs", 40, "--max-waiting", 60, "--name", NAME)
     # a batch waits long for more, so that requests are under way when they are to be
-    with Server(trained_folder, "--max-batch-size", 64, "--batch-timeout", 1500, *limits) as server:
+    with Server(trained_folder, "--max-batch-size", 64, "--batch-timeout", 1500, "--grace", 5, *limits) as server:
+        stalled = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(20)]
+        for connection in stalled:  # half a request, and nothing more
+            connection.sendall(_head(100) + b'{"input": "a')
         _check_body_limit(server)
         _check_that_who_leaves_costs_nothing(server)
         requests = [{"model": NAME, "task": task, "input": ["a whale"] * 30} for task in TASKS[:2]]
@@ -362,6 +361,8 @@ def test_limits_then_a_clean_end_with_requests_under_way(trained_folder: Path, r
         assert server.stop(signal.SIGTERM) == 0
         for answer in answers:  # open requests have been answered
             check(answer.result(timeout=10), reference)
+        for connection in stalled:
+            connection.close()
         assert_nothing_is_left(server)
 
 
@@ -487,46 +488,6 @@ def test_a_token_router_needs_no_task(dense: Path, tmp_path: Path, texts: list[s
     assert_as_encoded(embedder, list(itertools.product(texts[:4], (*TASKS, None))))
     with pytest.raises(ValueError, match="Did you mean 'clustering'"):
         embedder.item("a", "clusterin")
-
-
-# Much more of it -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_thousands_of_requests_among_clients_that_leave_or_stall(
-    trained_folder: Path, reference: Reference, texts: list[str]
-) -> None:
-    chance = random.Random(1)
-    requests = [good_request(chance, texts) for _ in range(2000)]
-    with Server(trained_folder, "--name", NAME, "--grace", 2) as server:
-        done = threading.Event()
-
-        def leave() -> None:
-            """Ask, and be gone before the answer."""
-            while not done.is_set():
-                body = json.dumps(good_request(random.Random(), texts)).encode()
-                with socket.create_connection(("127.0.0.1", server.port)) as connection:
-                    connection.sendall(_head(len(body)) + body)
-                    time.sleep(random.choice((0.0, 0.01, 0.1)))
-
-        leaver = threading.Thread(target=leave)
-        leaver.start()
-        stalled = []
-        for _ in range(20):  # half a request, and nothing more
-            connection = socket.create_connection(("127.0.0.1", server.port))
-            connection.sendall(_head(100) + b'{"input": "a')
-            stalled.append(connection)
-        answers = load.send(server.url, requests, clients=24)
-        done.set()
-        leaver.join()
-        assert len(answers) == len(requests)
-        for answer in answers:
-            check(answer, reference)
-        _wait_for(lambda: server.metric("waiting_texts") == 0)
-        assert server.metric("mixed_batches_total") > 20
-        assert server.stop() == 0
-        for connection in stalled:
-            connection.close()
 
 
 def _head(length: int) -> bytes:

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -125,17 +124,6 @@ def test_the_page_says_which_model_it_shows(
     said = views.about(trusted(SMALL_MOTE), str(SMALL_MOTE))
     assert "**small-encoder**, upcycled to 3 experts and trained for 558 steps on 69,468 rows" in said
     assert said.endswith("by the recipe `small-mote`. It was not trained on the texts here.")
-
-
-@pytest.mark.long
-def test_visitors_share_the_model(views: ModuleType, model: SentenceTransformer) -> None:
-    groups, texts = zip(*QUESTIONS, strict=True)
-    alone = views.views(model, texts, groups)
-    with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda _: views.views(model, texts, groups), range(4)))
-    for seen in together:
-        for expert, view in seen.items():
-            np.testing.assert_allclose(view.similarity, alone[expert].similarity, atol=1e-5)
 
 
 def test_texts_are_real() -> None:

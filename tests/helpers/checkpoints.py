@@ -298,23 +298,10 @@ def published_nomic_moe(folder: Path, files: bool = True, **changes: Any) -> Pat
     (folder / "config.json").write_text(json.dumps({**settings, **changes}))
     if files:
         tiny_tokenizer(folder)
-        module = "sentence_transformers.models"
-        modules = [
-            ("", f"{module}.Transformer"),
-            ("1_Pooling", f"{module}.Pooling"),
-            ("2_Normalize", f"{module}.Normalize"),
-        ]
-        listed = [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(modules)]
+        _write_modules(folder, 512, word_embedding_dimension=hidden)
         prompts = {"query": "search_query: ", "passage": "search_document: ", "Clustering": "clustering: "}
-        pooling = {"word_embedding_dimension": hidden, "pooling_mode_mean_tokens": True}
-        (folder / "1_Pooling").mkdir()
-        for name, content in {
-            "modules.json": listed,
-            "1_Pooling/config.json": pooling,
-            "sentence_bert_config.json": {"max_seq_length": 512, "do_lower_case": False},
-            "config_sentence_transformers.json": {"prompts": prompts, "default_prompt_name": None},
-        }.items():
-            (folder / name).write_text(json.dumps(content))
+        settings = {"prompts": prompts, "default_prompt_name": None}
+        (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
     return folder
 
 
@@ -393,23 +380,24 @@ def published_nv_embed(folder: Path, files: bool = True, **changes: Any) -> Path
     }
     (folder / "config.json").write_text(json.dumps(settings))
     if files:
-        kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
-        modules = [
-            {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
-            for i, (path, kind) in enumerate(kinds.items())
-        ]
-        (folder / "1_Pooling").mkdir()
-        pooling = {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True, "include_prompt": False}
+        _write_modules(folder, 128, word_embedding_dimension=width, include_prompt=False)
         definitions = {"FEVER": {"query": "find facts", "corpus": ""}, "Banking": {"query": "name", "corpus": "name"}}
-        for name, content in {
-            "modules.json": modules,
-            "1_Pooling/config.json": pooling,
-            "sentence_bert_config.json": {"max_seq_length": 128, "do_lower_case": False},
-            "instructions.json": definitions,
-        }.items():
-            (folder / name).write_text(json.dumps(content))
+        (folder / "instructions.json").write_text(json.dumps(definitions))
         (folder / "README.md").write_text("---\nlicense: cc-by-nc-4.0\nlanguage: [en]\n---\n# NV-Embed\n")
     return folder
+
+
+def _write_modules(folder: Path, max_seq_length: int, **pooling: Any) -> None:
+    """The files of Sentence-Transformers for mean pooling and normalised vectors, as of older versions."""
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(kinds.items())
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    edit_json(folder / "1_Pooling/config.json", pooling_mode_mean_tokens=True, **pooling)
+    edit_json(folder / "sentence_bert_config.json", max_seq_length=max_seq_length, do_lower_case=False)
 
 
 def _nomic_weights(hidden: int, layers: int) -> dict[str, torch.Tensor]:

@@ -78,18 +78,14 @@ def test_the_backbone_s_config_is_not_shared_with_the_caller() -> None:
 # Layers --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("layers", "indices"),
-    [
-        ("every", [0, 1, 2, 3, 4, 5]),
+def test_layers_that_have_experts() -> None:
+    for layers, indices in (
+        ("every", [*range(6)]),
         ("every_other", [1, 3, 5]),
-        ([0], [0]),
         ([5, 0, 2], [0, 2, 5]),
         ((1, 2), [1, 2]),
-    ],
-)
-def test_layers_that_have_experts(layers: Any, indices: list[int]) -> None:
-    assert config(mote_layers=layers).mote_layer_indices == indices
+    ):
+        assert config(mote_layers=layers).mote_layer_indices == indices
 
 
 # What is refused -----------------------------------------------------------------------------------------------------
@@ -103,17 +99,14 @@ def test_layers_that_have_experts(layers: Any, indices: list[int]) -> None:
         ({"experts": ["a.b"]}, "Expert name 'a.b' must be one word"),
         ({"experts": ["a b"]}, "Expert name 'a b' must be one word"),
         ({"experts": ["a\n"]}, r"Expert name 'a\\n' must be one word"),
-        ({"experts": ["a/b"]}, "Expert name 'a/b' must be one word"),
         ({"experts": [""]}, "Expert name '' must be one word"),
         ({"experts": [3]}, "Expert name 3 must be one word"),
-        ({"experts": ["a", None]}, "Expert name None must be one word"),
         ({"loaded_experts": ["clusterin"]}, r"loaded_experts \['clusterin'\] must be some of the experts"),
         ({"loaded_experts": []}, r"loaded_experts \[\] must be some of the experts"),
         (
             {"tasks": {"topics": "clusterin"}},
             "Unknown expert of task 'topics': 'clusterin'. Did you mean 'clustering'. Available: 'classification'",
         ),
-        ({"tasks": {"topics": None}}, "Unknown expert of task 'topics': None"),
         ({"tasks": {"search_query": "clustering"}}, "Task 'search_query' must go to the expert of its own name"),
         (
             {"instructions": {"clusterin": "x"}},
@@ -132,18 +125,13 @@ def test_layers_that_have_experts(layers: Any, indices: list[int]) -> None:
         ({"mote_layers": [3, 1, 3]}, "a list of different indices"),
         ({"mote_layers": []}, r"got \[\]"),
         ({"mote_layers": "odd"}, "'every', 'every_other' .*or a list of different indices, got 'odd'"),
-        ({"mote_layers": ["1"]}, r"got \['1'\]"),
         ({"mote_layers": [True]}, r"got \[True\]"),
         ({"mote_layers": 3}, "got 3"),
         ({"mote_layers": "every_other", "backbone_config": {**BACKBONE, "num_hidden_layers": 1}}, "of two layers"),
         ({"route_by_text": "false"}, "route_by_text must be True or False, got 'false'"),
         ({"default_tasks": "sts"}, "Unknown setting 'default_tasks'. Did you mean 'default_task'"),
         ({"expert": ["a"]}, "Unknown setting 'expert'. Did you mean 'experts'"),
-        ({"task": {"a": "b"}}, "Unknown setting 'task'. Did you mean 'tasks'"),
-        ({"mote_layer": [0]}, "Unknown setting 'mote_layer'. Did you mean 'mote_layers'"),
-        ({"route_by_text": 0}, "route_by_text must be True or False, got 0"),
         ({"pooling": "max"}, "Unknown pooling 'max'.*'mean', 'cls', 'last_token'"),
-        ({"pooling": "lasttoken"}, "Did you mean 'last_token'"),
         ({"default_task": "clusterin"}, "Unknown default_task 'clusterin'. Did you mean 'clustering'"),
         ({"layer_path": "encoder.layer"}, "set both or neither"),
         ({"shared_modules": ["attention"]}, "set both or neither"),
@@ -168,11 +156,6 @@ def test_experts_without_instructions_do_not_collide() -> None:
 
 def test_one_expert_by_its_name() -> None:
     assert config(experts="search").experts == ["search"]
-
-
-def test_a_described_architecture_is_taken() -> None:
-    described = config(layer_path="encoder.layer", shared_modules=["attention.self"])
-    assert (described.layer_path, described.shared_modules) == ("encoder.layer", ["attention.self"])
 
 
 # Saving and loading --------------------------------------------------------------------------------------------------
@@ -276,23 +259,22 @@ def test_an_invalid_setting_while_loading(settings: dict[str, Any], message: str
 # Which expert serves a task ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("task", ["clusterin", "", 3, ["clustering"]])
-def test_an_unknown_task(task: Any) -> None:
-    with pytest.raises(ValueError, match=r"Unknown task .*Available: 'classification', 'clustering'"):
-        config().expert_of(task)
+UNKNOWN = r"Unknown task .*Available: 'classification', 'clustering'"
 
 
-def test_no_task_is_the_default_task() -> None:
-    assert config(default_task="sts").expert_of(None) == "classification"
-    with pytest.raises(ValueError, match=r"no default_task\. Pass `task=`.* Available: 'classification'"):
-        config().expert_of(None)
-
-
-def test_a_task_whose_expert_is_not_loaded() -> None:
-    partial = config(loaded_experts=["clustering"])
-    assert partial.expert_of("clustering") == "clustering"
-    with pytest.raises(ValueError, match=r"'sts' needs the expert 'classification', .* experts=\['clustering'\]"):
-        partial.expert_of("sts")
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        *[(task, UNKNOWN) for task in ("clusterin", "", 3, ["clustering"])],
+        (None, r"no default_task\. Pass `task=`.* Available: 'classification'"),
+        ("sts", r"'sts' needs the expert 'classification', .* experts=\['clustering'\]"),
+    ],
+)
+def test_the_expert_of_a_task(task: Any, message: str) -> None:
+    loaded = config(loaded_experts=["clustering"])
+    assert loaded.expert_of("clustering") == config(default_task="clustering").expert_of(None) == "clustering"
+    with pytest.raises(ValueError, match=message):
+        loaded.expert_of(task)
 
 
 # Which task a text is for --------------------------------------------------------------------------------------------
@@ -397,6 +379,7 @@ NOT_LOADED = "needs the expert 'clustering', which was not loaded"
         (RULES, ["cluster: x", "y"], None, None, AVAILABLE),
         (RULES, ["cluster: x", "y"], None, "", AVAILABLE),
         (RULES, ["y"], None, "Find: ", AVAILABLE),
+        (RULES, ["x" * 100_000], None, None, "No task"),
         (ROLES, ["x"], "query", None, "No task for the text 'x'"),
         ({"experts": ["a", "b"], "instructions": {"a": "", "b": ""}}, ["x"], None, "", "No task"),
         ({"loaded_experts": ["search_query"]}, ["x"], None, None, "`mote set DIR --default-task search_query`"),
@@ -418,12 +401,6 @@ def test_no_decision(settings: dict[str, Any], inputs: list[Any], task: Any, pro
     with pytest.raises(ValueError, match=message) as error:
         config(**settings).task_of(inputs, task, prompt)
     assert len(str(error.value)) < 800
-
-
-def test_long_texts_do_not_flood_the_error() -> None:
-    with pytest.raises(ValueError, match="No task") as raised:
-        config().task_of(["x" * 100_000])
-    assert len(str(raised.value)) < 800
 
 
 NEARLY = [

@@ -234,21 +234,6 @@ def test_other_poolings(instructed: Path, pooling: str) -> None:
     assert torch.allclose(model[0].model(**inputs, task="search_query").pooler_output, out["sentence_embedding"])
 
 
-def test_auto_model_pools_what_it_is_told(model: SentenceTransformer) -> None:
-    network = model[0].model
-    features = model[0].preprocess(TEXTS, prompt=[QUERY, "", QUERY, ""], task="search_document")
-    inputs = {name: features[name] for name in ("input_ids", "attention_mask", "pooling_mask")}
-    with torch.no_grad():
-        expected = model(features)["sentence_embedding"]
-        assert torch.allclose(network(**inputs, task="search_document").pooler_output, expected, atol=1e-6)
-        tasks = ["search_document", "clustering", "search_document", "clustering"]
-        mixed = network(**inputs, task=tasks).pooler_output  # in groups, which are shorter than the batch
-        assert torch.allclose(mixed[::2], expected[::2], atol=1e-6)
-        inputs["pooling_mask"] = inputs["pooling_mask"].clone().index_fill_(0, torch.tensor([1]), 0)
-        with pytest.raises(ValueError, match=r"No token to pool in the rows \[1\]"):
-            network(**inputs, task="clustering")
-
-
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_the_count_of_nv_embed(model: SentenceTransformer, side: str) -> None:
     """Of n tokens that the instruction has without `<s>`, positions 0 to n - 1 are left out, `<s>` being the first."""
@@ -267,20 +252,6 @@ def test_the_count_of_nv_embed(model: SentenceTransformer, side: str) -> None:
     features |= {"exact": exact[0].preprocess(TEXTS, prompt=starts, task="search_query")["pooling_mask"]}
     # without the template's trailing blank, the instruction's last token is pooled: it has `<s>` to leave out as well
     assert (features["pooling_mask"] - features["exact"]).sum(dim=1).tolist() == [0, 1, 0, 1]
-
-
-@pytest.mark.processes
-def test_several_processes(model: SentenceTransformer, instructed: Path) -> None:
-    texts = [*TEXTS, QUERY + "a text that brings its instruction"]
-    pool = model.start_multi_process_pool(["cpu", "cpu"])
-    try:
-        queries = model.encode(TEXTS, prompt_name="search_query", pool=pool, chunk_size=2)
-        as_they_come = model.encode(texts, task="search_query", pool=pool, chunk_size=2)
-    finally:
-        model.stop_multi_process_pool(pool)
-    assert_near(queries, model.encode(TEXTS, prompt_name="search_query"))
-    assert_near(as_they_come[-1], model.encode(texts[-1:], task="search_query")[0])
-    assert_near(as_they_come[-1], model.encode_query([texts[-1].removeprefix(QUERY)])[0])
 
 
 @pytest.mark.long

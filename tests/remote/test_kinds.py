@@ -99,6 +99,8 @@ def test_a_pooling_mask(kind: Kind, name: str) -> None:
         assert torch.allclose(masked.pooler_output, (states * weights).sum(dim=1), atol=1e-6)
         assert torch.allclose(masked.pooler_output[0], plain.pooler_output[0], atol=1e-6)
         assert not torch.allclose(masked.pooler_output[1:], plain.pooler_output[1:], atol=1e-3)
+        with pytest.raises(ValueError, match=r"No token to pool in the rows \[\d"):
+            model(**inputs, task=task, pooling_mask=mask * (torch.arange(4) != 1)[:, None])
 
 
 @every_kind_and_family
@@ -240,7 +242,7 @@ def test_gradients_with_checkpointing_are_the_same(kind: Kind, name: str, reentr
         (MOTE, "nomic_bert", {"backend": "aot_eager"}),
         (MOTE, "bert", {"backend": "aot_eager", "fullgraph": True}),
         (TOKEN_ROUTED, "nomic_bert", {"backend": "aot_eager", "fullgraph": True}),
-        pytest.param(MOTE, "nomic_bert", {"backend": "inductor"}, marks=pytest.mark.slow),
+        *[pytest.param(MOTE, name, {"backend": "inductor"}, marks=pytest.mark.slow) for name in ("nomic_bert", "bert")],
         pytest.param(TOKEN_ROUTED, "bert", {"backend": "aot_eager"}, marks=pytest.mark.slow),
         pytest.param(HIERARCHICAL, "nomic_bert", {"backend": "eager"}, marks=pytest.mark.slow),
     ],

@@ -28,11 +28,7 @@ from torch.nn import functional as F  # noqa: N812
 from transformers import (
     AutoModel,
     AutoModelForMaskedLM,
-    AutoTokenizer,
-    DataCollatorForLanguageModeling,
     PreTrainedModel,
-    Trainer,
-    TrainingArguments,
     pipeline,
 )
 
@@ -176,30 +172,6 @@ def test_gradients_reach_head_shared_weights_and_the_one_expert(folder: Path) ->
     assert any(name.startswith("head.") for name in dict(model.named_parameters()))
 
 
-@pytest.mark.long
-def test_a_trainer(folder: Path, tmp_path: Path) -> None:
-    model = remote(folder, default_task="beta")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    arguments: dict[str, Any] = {"max_steps": 12, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "seed": 0}
-    trainer = Trainer(
-        model,
-        TrainingArguments(str(tmp_path / "run"), report_to=[], use_cpu=True, logging_steps=3, **arguments),
-        train_dataset=Dataset.from_dict(dict(tokenizer(["ab cd ef", "gh ij", "kl mn op qr"] * 4))),
-        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3),
-    )
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert losses[-1] < losses[0]
-    changed = {name for name, weight in model.state_dict().items() if not weight.equal(before[name])}
-    assert not any(".experts.alpha." in name for name in changed)
-    assert all(any(part in name for name in changed) for part in (".experts.beta.", ".shared.", "head."))
-    trainer.save_model(str(tmp_path / "out"))
-    again, inputs = remote(tmp_path / "out"), batch()
-    assert again.get_output_embeddings().weight is again.get_input_embeddings().weight
-    assert difference(again(**inputs, task="beta").logits, model.eval()(**inputs, task="beta").logits) == 0.0
-
-
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")  # on a machine without a GPU
 def test_the_documented_training(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of docs/upcycling.md, whose rows name their tasks."""
@@ -212,6 +184,8 @@ def test_the_documented_training(folder: Path, tmp_path: Path, monkeypatch: pyte
     trained, before = remote(tmp_path / "trained").state_dict(), remote(folder).state_dict()
     changed = {name for name, weight in trained.items() if not weight.equal(before[name])}
     assert all(any(part in name for name in changed) for part in (".alpha.", ".beta.", ".shared.", "head."))
+    again = remote(tmp_path / "trained")
+    assert again.get_output_embeddings().weight is again.get_input_embeddings().weight
 
 
 def test_fill_mask(folder: Path, source: Path, caplog: pytest.LogCaptureFixture) -> None:
