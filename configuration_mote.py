@@ -135,7 +135,7 @@ class MoTEConfig(PreTrainedConfig):
     vocab_size = _of_backbone("vocab_size", "Number of token embeddings.")
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Fill in the defaults and validate."""
+        """Fill in the defaults, and validate."""
         backbone: Any = copy.deepcopy(self.backbone_config or {"model_type": "nomic_bert"})  # it may be changed
         if isinstance(backbone, dict):
             backbone = AutoConfig.for_model(backbone.pop("model_type", None), **backbone)
@@ -173,7 +173,7 @@ class MoTEConfig(PreTrainedConfig):
         self.validate()
 
     def validate(self) -> None:
-        """Check names, references between them, sizes and layer indices; raise `ValueError` on the first problem."""
+        """Check names, references between them, and layer indices; raise `ValueError` on the first problem."""
         self._validate_experts()
         for task, expert in self.tasks.items():
             require_known(expert, self.experts, f"expert of task {task!r}:")
@@ -262,7 +262,7 @@ class MoTEConfig(PreTrainedConfig):
         return expert
 
     def instruction_of(self, task: str) -> str:
-        """Return the text that goes in front of the inputs of `task`, possibly empty."""
+        """Return the instruction of a task: its own, or that of its expert's task; possibly empty."""
         return self.instructions.get(task, self.instructions.get(self.tasks[task], ""))
 
     def task_of_prompt(self, name: str, text: str) -> str | None:

@@ -40,7 +40,7 @@ class ScoredModel:
         seed: Seed of the training.
         scores: Task type → dataset → score, x 100.
         on: `test` or `validation` sets.
-        rate: Learning rate of a trial, which is trained on part of the pairs. Default: it is no trial.
+        rate: Learning rate of a trial, which is trained on part of the pairs. Default: not a trial.
         vectors: Stage of training and kind of vectors, for scale `cot`.
         settings: Recipe and evaluation settings, without paths.
         hashes: Hashes of the weights that it was trained from, and of the test sets.

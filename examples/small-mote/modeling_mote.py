@@ -108,7 +108,7 @@ class MoTEBlock(nn.Module):
             The dense layer's output: [B, L, H], in some architectures inside a tuple.
         """
         if expert is None:
-            raise RuntimeError("The block was not told its expert: the backbone does not pass keyword arguments down")
+            raise RuntimeError("The block got no expert: the backbone does not pass keyword arguments to its layers")
         return self.experts[expert](hidden_states, *args, **kwargs)
 
 
@@ -219,7 +219,7 @@ class MoTEModel(PreTrainedModel):
             ValueError: If `task` is invalid for this model or batch, or an argument is unknown.
         """
         for name in kwargs:
-            if name not in self.arguments:  # the backbone would drop it without a word, `taks=` for example
+            if name not in self.arguments:  # such as `taks=`, which the backbone would ignore
                 require_known(name, self.own_arguments, "argument")
         inputs = (input_ids, inputs_embeds, attention_mask, token_type_ids, position_ids)
         sequences = {name: value for name, value in zip(SEQUENCE_INPUTS, inputs, strict=True) if value is not None}

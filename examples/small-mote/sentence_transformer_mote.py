@@ -130,7 +130,7 @@ class MoTETransformer(Transformer):
         return features
 
     def on_model_ready(self, model: Any) -> None:
-        """Let prompts know their tasks, make the card that is saved with the model a MoTE's, and correct its text."""
+        """Attach their tasks to the prompts, and make the card that is saved with the model that of a MoTE."""
         for name, text in model.prompts.items():
             if task := self.config.task_of_prompt(name, text):
                 model.prompts[name] = TaskPrompt(text)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.checkpoints import files_in, trusted
-from helpers.families import NOT_CHECKPOINTED, all_families, assert_threads_agree, batch, fresh_mote, trained_mote
+from helpers.families import NOT_CHECKPOINTED, all_families, batch, fresh_mote, trained_mote
 from helpers.on_disk import VERBS, compress, last_hidden
 from helpers.paths import SMALL_ENCODER
 from helpers.processes import run_as_stranger
@@ -117,23 +117,6 @@ def test_copies_stay_copies(way: dict[str, int]) -> None:
         assert last_hidden(compressed, task="beta").equal(last_hidden(whole, task="beta"))
 
 
-@pytest.mark.long
-@all_families
-@both_ways
-def test_saved_and_loaded(name: str, way: dict[str, int], tmp_path: Path) -> None:
-    compressed = mote.experts.compress(three_experts(name), **way)
-    compressed.save_pretrained(tmp_path)
-    attention = compressed.backbone.config._attn_implementation
-    loaded, info = mote.load(tmp_path, attn_implementation=attention, output_loading_info=True)
-    assert not any(info.values())
-    for key, value in loaded.state_dict().items():
-        assert value.equal(compressed.state_dict()[key]), key
-    assert last_hidden(loaded, task="beta").equal(last_hidden(compressed, task="beta"))
-    one = mote.load(tmp_path, attn_implementation=attention, experts=["beta"])
-    assert last_hidden(one, task="beta").equal(last_hidden(compressed, task="beta"))
-    assert not [key for key in one.state_dict() if ".experts.alpha" in key]
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_integers_survive_every_change_of_type(dtype: torch.dtype, tmp_path: Path) -> None:
     compressed = mote.experts.compress(three_experts(), bits=8)
@@ -158,16 +141,6 @@ def test_under_autocast_and_compile(way: dict[str, int]) -> None:
         assert (last_hidden(compressed, task="beta").float() - expected).abs().max() < 0.1
     compiled = torch.compile(compressed, backend="eager")
     assert (last_hidden(compiled, task="beta") - expected).abs().max() <= 1e-6
-
-
-@both_ways
-def test_threads_with_other_tasks(way: dict[str, int]) -> None:
-    compressed = mote.experts.compress(three_experts(), **way)
-
-    def embed(thread: int, turn: int) -> list[torch.Tensor]:
-        return [last_hidden(compressed, task=EXPERTS[(thread + turn) % 3])]
-
-    assert_threads_agree(embed, turns=20, threads=4)
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""The kinds of models as rows of a table: task experts, experts by token, and task experts with experts by token."""
+"""The kinds of models as rows of a table: task experts, compressed or routing tokens themselves, and token routing."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +9,8 @@ import torch
 from helpers import token_routing
 from helpers.families import FAMILIES, batch, family, fresh_mote, trained_mote
 from transformers import PreTrainedModel
+
+from mote.experts import compress
 
 # One family for each kind of feed-forward network in `FEED_FORWARDS`.
 FEED_FORWARD_FAMILIES = ["nomic_bert", "jina_embeddings_v3", "gte", "bert", "distilbert", "modernbert"]
@@ -27,6 +29,7 @@ class Kind:
         tolerance: Difference to the dense model where all experts are copies.
         settings: Values other than the defaults, which a saved model keeps.
         flags: Arguments that ask for what the kind alone returns.
+        is_trained: Whether its weights get gradients.
     """
 
     name: str
@@ -37,6 +40,7 @@ class Kind:
     tolerance: float = 0.0
     settings: dict[str, Any] = field(default_factory=dict)
     flags: dict[str, bool] = field(default_factory=dict)
+    is_trained: bool = True
 
     def outputs(self, model: PreTrainedModel, inputs: dict[str, torch.Tensor] | None = None) -> list[torch.Tensor]:
         """Embeddings under two tasks, and in a batch of both."""
@@ -66,7 +70,19 @@ HIERARCHICAL = Kind(
     settings={"router_aux_loss_coef": 0.5},
     flags={"output_router_logits": True},
 )
-KINDS = [MOTE, TOKEN_ROUTED, HIERARCHICAL]
+LOW_RANK, EIGHT_BITS = (
+    Kind(
+        name,
+        lambda *args, way=way, **settings: compress(fresh_mote(*args, **settings), **way),
+        lambda *args, way=way, **settings: compress(trained_mote(*args, **settings), **way),
+        MOTE.tasks,
+        [family(name) for name in FAMILIES],
+        tolerance=2e-6,
+        is_trained=name == "low rank",
+    )
+    for name, way in (("low rank", {"rank": 3}), ("8 bits", {"bits": 8}))
+)
+KINDS = [MOTE, TOKEN_ROUTED, HIERARCHICAL, LOW_RANK, EIGHT_BITS]
 
 
 def in_families(kinds: Sequence[Kind]) -> Any:

@@ -8,21 +8,14 @@ import pytest
 import torch
 from helpers.checkpoints import TASK_MOTE, code_in
 from helpers.families import batch, difference, fresh_mote, trained_mote
-from helpers.kinds import HIERARCHICAL, TOKEN_ROUTED
+from helpers.kinds import EIGHT_BITS, HIERARCHICAL, TOKEN_ROUTED
 from helpers.processes import run_as_stranger
 from transformers import AutoModel, PreTrainedModel
 
 from mote.remote.attention_pooling_mote import AttentionPoolingConfig, AttentionPoolingModel
-from mote.remote.compression_mote import CompressedConfig, CompressedModel
 from mote.remote.configuration_mote import INSTALL
 
 WITHOUT_SENTENCE_TRANSFORMERS = TASK_MOTE - {"sentence_transformer_mote.py"}
-
-
-def compressed() -> CompressedModel:
-    settings = {**fresh_mote("bert").config.to_dict(), "expert_bits": 8}
-    torch.manual_seed(0)
-    return CompressedModel(CompressedConfig(**settings)).eval()
 
 
 def pooled() -> AttentionPoolingModel:
@@ -37,7 +30,7 @@ MODELS = {
         lambda: TOKEN_ROUTED.trained("bert"),
         WITHOUT_SENTENCE_TRANSFORMERS | {"token_routing_mote.py"},
     ),
-    "mote_compressed": (compressed, WITHOUT_SENTENCE_TRANSFORMERS | {"compression_mote.py"}),
+    "mote_compressed": (lambda: EIGHT_BITS.trained("bert"), WITHOUT_SENTENCE_TRANSFORMERS | {"compression_mote.py"}),
     "mote_attention_pooling": (pooled, WITHOUT_SENTENCE_TRANSFORMERS | {"attention_pooling_mote.py"}),
     "mote_hierarchical": (
         lambda: HIERARCHICAL.trained("bert"),

@@ -23,7 +23,7 @@ EXCLUDED = ("excluded", "excluded_by_count")
 
 
 class InstructedTransformer(Transformer):
-    """A `Transformer` module that says which tokens are pooled: those of the text, without its instruction.
+    """A `Transformer` module that marks the tokens to pool: those of the text, without its instruction.
 
     The instruction of a text is the prompt, or, if there is none, the longest of the model's instructions that the text
     itself begins with. All tokens are attended to. Special tokens after a text are pooled with it; those before it are
@@ -67,7 +67,7 @@ class InstructedTransformer(Transformer):
         task: str | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Tokenize, and say which tokens are pooled.
+        """Tokenize, and mark the tokens to pool.
 
         Args:
             inputs: Texts.

@@ -8,7 +8,7 @@ from .sentence_transformer_mote import MoTETransformer
 
 
 class InstructedMoTETransformer(InstructedTransformer, MoTETransformer):
-    """A `MoTETransformer` that says which tokens are pooled, as `InstructedTransformer` does."""
+    """A `MoTETransformer` that marks the tokens to pool, as `InstructedTransformer` does."""
 
     prompt_for = MoTETransformer.prompt_for
 
@@ -20,7 +20,7 @@ class InstructedMoTETransformer(InstructedTransformer, MoTETransformer):
         task: str | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Tokenize, say which tokens are pooled, and decide on the task.
+        """Tokenize, mark the tokens to pool, and decide on the task.
 
         Args:
             inputs: Texts.

@@ -361,7 +361,7 @@ class TokenRoutedBlock(nn.Module):
             The dense layer's output: [B, L, H], in some architectures inside a tuple.
         """
         if routing is None:
-            raise RuntimeError("The block was not told its routing: the backbone does not hand keyword arguments down")
+            raise RuntimeError("The block got no routing: the backbone does not pass keyword arguments to its layers")
         layer = object.__new__(type(self.shared))  # as copy.copy, in steps that torch.compile can trace
         layer.__dict__.update(self.shared.__dict__)
         layer.__dict__.pop("forward", None)  # set by accelerate, bound to the original
