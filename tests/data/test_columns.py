@@ -65,15 +65,24 @@ def test_every_type_of_row(row: dict[str, Any], row_type: str, example: Example)
         ),
         ({"query": "a", "question": "b", "answer": "c"}, {}, "'query' and 'question' mean the same: .*`columns`"),
         ({"query": "a", "positive": "b"}, {"anchor": "quary", "positive": "positive"}, "no column 'quary'. Did you"),
-        ({"query": "a", "positive": "b"}, {"ancor": "query"}, "unknown column 'ancor' in `columns`. Did you"),
-        ({"q": "a", "t": "b", "p": "c"}, {"anchor": "q", "positive": ["t", "p"]}, "one column for the positive"),
-        ({"q": "a", "p": "c"}, {"anchor": "q", "positive": []}, r"one column for the positive, got \[\]"),
-        ({"q": "a", "t": "b"}, {"anchor": "q", "text": "t"}, r"one column for the anchor, got \['q', 't'\]"),
+        ({"q": "a", "t": "b", "p": "c"}, {"anchor": "q", "positive": ["t", "p"]}, "'t' and 'p' mean the same"),
+        ({"q": "a", "p": "c"}, {"anchor": "q", "positive": []}, "'anchor', 'positive' are neither pairs"),
+        ({"q": "a", "t": "b"}, {"anchor": "q", "text": "t"}, "'anchor', 'text' are neither pairs"),
+        (
+            {"q": "a", "p": "b", "n": "c", "s": 1},
+            {"anchor": "q", "positive": "p", "negative": "n", "score": "s"},
+            "'anchor', 'positive', 'negative', 'score' are neither pairs",
+        ),
     ],
 )
 def test_missing_and_ambiguous_columns(row: dict[str, Any], columns: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"retrieval/tiny: .*{message}"):
         check(row, columns)
+
+
+def test_an_unknown_name_in_columns() -> None:
+    with pytest.raises(ValueError, match=r"(?s)ancor.*'anchor', 'positive'"):
+        DatasetSource(path="tiny", columns={"ancor": "query"})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ READERS: dict[str, Callable[[EvaluationDataset], Any]] = {
     "classification": test_sets.read_classification,
     "clustering": test_sets.read_clustering,
     "pair": test_sets.read_pairs,
-    "reranking": test_sets.read_reranking,
+    "reranking": test_sets.read_test_rows,
     "beir": test_sets.read_retrieval,
-    "sts": test_sets.read_sts,
+    "sts": test_sets.read_test_rows,
     "summarization": test_sets.read_summaries,
 }
 Rows = list[dict[str, Any]]
@@ -65,10 +65,9 @@ def test_a_limit_keeps_the_shares_of_labels() -> None:
 
 
 def test_a_limited_pair_dataset_has_both_labels(tmp_path: Path) -> None:
-    assert sorted(row["labels"] for row in content("pair/sts17_en", 1)) == [0, 1]
     uneven = [{"sentence1": str(number), "sentence2": "b", "label": int(number == 0)} for number in range(100)]
     write_rows(tmp_path / "pair/uneven/test.jsonl.gz", uneven)
-    assert sorted(row["labels"] for row in content("pair/uneven", 1, tmp_path)) == [0, 1]
+    assert {row["labels"] for row in content("pair/uneven", folder=tmp_path)} == {0, 1}
     with pytest.raises(ValueError, match=r"all labels within the limit of 5 are 0, expected two"):
         content("pair/uneven", 5, tmp_path)
 
@@ -134,7 +133,6 @@ INVALID = {  # case → task, rows of the test split, and what the error must sa
         [{**PAIR, "sentence1": None, "score": 1}],
         "'sentence1': Input should be a valid string",
     ),
-    "equal scores": ("sts", [{**PAIR, "score": 1}] * 2, "all scores are 1, expected two or more"),
     "no rows": ("sts", [], "no 'test' split, or one without rows"),
     "another label": ("pair", [{**PAIR, "label": 2}], "'label': Input should be 0 or 1, got 2"),
     "one label": ("pair", [{**PAIR, "label": 1}] * 2, "all labels are 1, expected two or more"),
@@ -154,7 +152,6 @@ INVALID = {  # case → task, rows of the test split, and what the error must sa
         [{"text": "t", "machine_summaries": ["a", "b"], "beauty": [1, 2]}],
         "there is no column 'relevance'",
     ),
-    "equal scores of summaries": ("summarization", [{**SUMMARY, "relevance": [2, 2]}] * 2, "have the same score"),
 }
 
 
@@ -182,7 +179,7 @@ def test_labels_of_test_must_be_trained_on(tmp_path: Path) -> None:
         tmp_path / "classification/bad/train.jsonl.gz", [{"text": "a", "label": "old"}, {"text": "b", "label": "news"}]
     )
     message = fault(tmp_path, "classification/bad")
-    assert "2 test rows have one of 1 labels that the train split lacks" in message
+    assert "2 test rows have labels that the train split lacks" in message
     assert "'new'. Did you mean 'news'?" in message
 
 
@@ -221,7 +218,7 @@ def test_missing_files_are_named(missing: str, tmp_path: Path) -> None:
 def test_a_header_of_qrels_is_required(tmp_path: Path) -> None:
     retrieval_dataset(tmp_path, DOCUMENTS, QUERIES, QRELS)
     (tmp_path / "beir/made/qrels/test.tsv").write_text("q0\t0\td0\t1\n")
-    assert "test.tsv:1: expected the header query-id, corpus-id, score, tab-separated" in fault(tmp_path, "beir/made")
+    assert "test.tsv:1: expected the header 'query-id\\tcorpus-id\\tscore', got 'q0\\t0" in fault(tmp_path, "beir/made")
 
 
 def test_queries_without_relevant_documents_are_dropped(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import torch
 from helpers.checkpoints import edit_json, trusted
 from helpers.families import all_families, batch, in_threads, trained_mote
 from helpers.on_disk import export
-from helpers.paths import SMALL_ENCODER
 from sentence_transformers import SentenceTransformer
 
 import mote
@@ -179,7 +178,7 @@ def test_a_real_model_in_int8(backend: str, shared: Path, tmp_path: Path) -> Non
     source = str(shared / "checkpoints" / "all-MiniLM-L6-v2")
     upcycle(source, tmp_path / "mote")
     out = export(tmp_path / "mote", tmp_path / "out", expert="search_query", backend=backend, quantize="int8")
-    texts = read_texts(SMALL_ENCODER / "README.md")
+    texts = read_texts()
     expected = SentenceTransformer(source).encode(texts)
     cosines = (load_exported(out, backend).encode(texts, prompt="") * expected).sum(1)
     assert cosines.mean() > (0.99 if backend == "openvino" else 0.985)  # ONNX Runtime's activations have one scale

@@ -235,7 +235,7 @@ def test_texts(tmp_path: Path, tokenizer: Any) -> None:
     everything = {task: {*data.texts[task], *data.held_out[task]} for task in data.texts}
     assert everything["search_query"] == {row["query"] for row in pairs}
     assert everything["search_document"] == {row["answer"] for row in pairs}
-    assert everything["clustering"] == {text for row in pairs for text in row.values()} | {"one", " two "}
+    assert everything["clustering"] == {text for row in pairs for text in row.values()} | {"one", "two"}
     held_out = {text for texts in data.held_out.values() for text in texts}
     assert len(held_out) > 5
     assert not held_out & {text for texts in data.texts.values() for text in texts}

@@ -165,7 +165,7 @@ def export(
         format: Keys of the config: transformers' own, or also those of the family's published config, for servers.
         backend: CPU runtime to convert the model for as well.
         quantize: Precision of the runtime's model. Default: float32.
-        texts: File with calibration texts, one per line. Default: 128 shipped with MoTE.
+        texts: File with calibration texts, one per line (`.txt`). Default: 128 shipped with MoTE.
     """
     from mote.data.texts import read_texts
     from mote.inference import runtimes

@@ -20,27 +20,6 @@ NEGATIVES = re.compile(r"negatives?|negative_?(\d+)")
 TEXTS = ("text", "sentence")
 SCORES = ("score", "similarity", "similarity_score", "label")
 
-# Names that settings use for columns → what the column holds.
-MEANINGS = {
-    "anchor": "anchor",
-    "positive": "positive",
-    "negative": "negative",
-    "text": "anchor",
-    "label": "label",
-    "sentence1": "anchor",
-    "sentence2": "positive",
-    "score": "label",
-}
-
-_ROW_TYPES: dict[frozenset[str], RowType] = {
-    frozenset({"anchor", "positive"}): "pairs",
-    frozenset({"anchor", "positive", "negative"}): "pairs",
-    frozenset({"anchor", "positive", "label"}): "scored",
-    frozenset({"anchor", "label"}): "labelled",
-    frozenset({"anchor"}): "texts",
-}
-
-
 # What a value must be. A string may be empty, a text is more than white space. With any constraint, pydantic also
 # refuses half of a surrogate pair, of an emoji that another program has cut.
 _Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
@@ -74,7 +53,7 @@ class Example(NamedTuple):
 
 
 def find_columns(settings: DatasetSource, present: Iterable[str], name: str) -> Columns:
-    """Determine what the columns of a dataset mean: from its settings, or else by their usual names.
+    """Determine what the columns of a dataset mean, by their usual names or those that its settings give them.
 
     Args:
         settings: The dataset's settings.
@@ -84,37 +63,28 @@ def find_columns(settings: DatasetSource, present: Iterable[str], name: str) -> 
     Raises:
         ValueError: If a column is missing, or the names are ambiguous.
     """
-    present = list(present)
-    names = _from_settings(settings.columns, present, name) if settings.columns else _by_usual_names(present, name)
-    row_type = _ROW_TYPES.get(frozenset(names))
-    if row_type is None:
+    present = sorted(present)
+    given: dict[str, list[str]] = {column: [column] for column in present}
+    if settings.columns:
+        given = {key: [names] if isinstance(names, str) else names for key, names in settings.columns.items()}
+    for column in chain.from_iterable(given.values()):
+        if column not in present:
+            raise ValueError(f"{name}: there is no column {column!r}." + alternatives(column, present))
+    columns = _by_usual_names(given, name)
+    if not columns or (settings.columns and len(columns.names) < len(given)):
         raise ValueError(
-            f"{name}: its columns {', '.join(map(repr, sorted(present)))} are neither pairs (anchor, positive) nor "
-            "labelled texts (text, label) nor scored pairs (sentence1, sentence2, score): rename them, or name them "
-            "with `columns` in a recipe"
+            f"{name}: its columns {', '.join(map(repr, given))} are neither pairs (anchor, positive) nor labelled "
+            "texts (text, label) nor scored pairs (sentence1, sentence2, score): rename them, or name them with "
+            "`columns` in a recipe"
         )
-    return Columns(row_type, names)
+    return columns
 
 
-def _from_settings(columns: dict[str, str | list[str]], present: list[str], name: str) -> dict[str, tuple[str, ...]]:
-    names: dict[str, tuple[str, ...]] = {}
-    for key, given in columns.items():
-        if key not in MEANINGS:
-            raise ValueError(f"{name}: unknown column {key!r} in `columns`." + alternatives(key, MEANINGS))
-        meaning, found = MEANINGS[key], (given,) if isinstance(given, str) else tuple(given)
-        for column in found:
-            if column not in present:
-                raise ValueError(f"{name}: there is no column {column!r}." + alternatives(column, sorted(present)))
-        if meaning in names or (len(found) != 1 and meaning != "negative"):
-            all_found = [*names.get(meaning, ()), *found]
-            raise ValueError(f"{name}: `columns` must name one column for the {meaning}, got {all_found}")
-        names[meaning] = found
-    return names
+def _by_usual_names(given: dict[str, list[str]], name: str) -> Columns | None:
+    """Interpret names of columns, of which each stands for one column of the dataset, or several of negatives."""
 
-
-def _by_usual_names(present: list[str], name: str) -> dict[str, tuple[str, ...]]:
     def one_of(usual: tuple[str, ...]) -> tuple[str, ...]:
-        found = tuple(column for column in usual if column in present)
+        found = tuple(column for key in usual for column in given.get(key, ()))
         if len(found) > 1:
             raise ValueError(
                 f"{name}: {' and '.join(map(repr, found))} mean the same: rename all but one, or choose one with "
@@ -123,15 +93,18 @@ def _by_usual_names(present: list[str], name: str) -> dict[str, tuple[str, ...]]
         return found
 
     anchor, positive = one_of(ANCHORS), one_of(POSITIVES)
-    names = {"anchor": anchor, "positive": positive}
     if anchor and positive:
-        matches = [match for match in map(NEGATIVES.fullmatch, present) if match]
-        matches.sort(key=lambda match: int(match[1] or 0))
-        names["negative"] = tuple(match[0] for match in matches)
-        names["label"] = () if matches else one_of(SCORES)
-    elif text := one_of(TEXTS):
-        names = {"anchor": text, "label": one_of(("label",))}
-    return {meaning: columns for meaning, columns in names.items() if columns}
+        matches = sorted(filter(None, map(NEGATIVES.fullmatch, given)), key=lambda match: int(match[1] or 0))
+        negatives = tuple(column for match in matches for column in given[match[0]])
+        if negatives:
+            return Columns("pairs", {"anchor": anchor, "positive": positive, "negative": negatives})
+        if label := one_of(SCORES):
+            return Columns("scored", {"anchor": anchor, "positive": positive, "label": label})
+        return Columns("pairs", {"anchor": anchor, "positive": positive})
+    if text := one_of(TEXTS):
+        label = one_of(("label",))
+        return Columns("labelled", {"anchor": text, "label": label}) if label else Columns("texts", {"anchor": text})
+    return Columns("texts", {"anchor": anchor}) if anchor else None
 
 
 def check_row(row: dict[str, Any], columns: Columns) -> Example:

@@ -10,10 +10,10 @@ import json
 import logging
 import re
 import zlib
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 
 HUB = "hub:"
 ENDINGS = (".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
+TEXT_ENDINGS = (".txt", ".txt.gz")
 PARQUET_BATCH = 4096
 """Rows of a parquet file held in memory at once, besides those of its reader."""
 
 # Some exports append a hash to the names.
-_SHARD = re.compile(r"(?P<start>.*?)(?P<number>\d+)-of-(?P<total>\d+)\b")
+_SHARD = re.compile(r"\d+-of-(\d+)\b")
 
 logger = logging.getLogger(__name__)
 
@@ -44,22 +45,21 @@ class Row(NamedTuple):
     fault: str = ""
 
 
-def has_columns(file: Path) -> bool:
-    """Whether a file holds rows with columns, judged by its name; otherwise it may be plain text."""
-    return file.name.endswith(ENDINGS)
-
-
 def read_files(files: Iterable[Path]) -> Iterator[Row]:
-    """Read JSON lines (compressed or not) and parquet files, one after another.
+    """Read JSON lines, parquet and plain text, whose lines become rows with a column `text`, one after another.
 
     Raises:
-        ValueError: If a file is truncated or damaged.
+        ValueError: If a file is truncated or damaged, has an unknown format, or is a text in another encoding.
     """
     for file in files:
         if file.suffix == ".parquet":
             yield from _numbered(str(file), _read_parquet(file))
-        else:
+        elif file.name.endswith(ENDINGS):
             yield from (_parse(where, line) for where, line in _read_lines(file))
+        elif file.name.endswith(TEXT_ENDINGS):
+            yield from (Row(where, {"text": line}) for where, line in read_text_lines(file))
+        else:
+            raise ValueError(f"{file}: unknown format, expected one of {', '.join(ENDINGS + TEXT_ENDINGS)}")
 
 
 def require_valid(rows: Iterable[Row]) -> Iterator[Row]:
@@ -71,12 +71,14 @@ def require_valid(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def read_text_lines(file: Path) -> Iterator[tuple[str, str]]:
-    """Read a text file, compressed or not: the location of each non-blank line, and the line without its line break."""
+    """Read a text file, compressed or not: the location of each non-blank line, and the line without outer spaces."""
     for where, line in _read_lines(file):
         try:
-            yield where, line.decode()
+            text = line.decode().strip()
         except UnicodeDecodeError as error:
             raise ValueError(f"{where}: not a text in UTF-8 ({error})") from error
+        if text:
+            yield where, text
 
 
 def _read_lines(file: Path) -> Iterator[tuple[str, bytes]]:
@@ -144,7 +146,7 @@ def find_datasets(settings: AnySettings, folder: Path) -> list[Location[AnySetti
 
     Args:
         settings: The entry. Its path is a file, a folder with files for the split, a pattern that matches some of
-            these, or `hub:user/name`.
+            these, or `hub:user/name`. Text files are taken only if the path ends like one.
         folder: Data folder, which relative paths start from.
 
     Returns:
@@ -154,61 +156,46 @@ def find_datasets(settings: AnySettings, folder: Path) -> list[Location[AnySetti
         FileNotFoundError: If there is no such dataset, or no such split.
         ValueError: If the split exists in more than one form, or `exclude` matches no dataset.
     """
-    if settings.path.startswith(HUB):
-        name = settings.path.removeprefix(HUB)
+    path, split = settings.path, settings.split
+    if path.startswith(HUB):
+        name = path.removeprefix(HUB)
         return [Location(f"{name}/{settings.subset}" if settings.subset else name, settings)]
+    endings = TEXT_ENDINGS if path.endswith(TEXT_ENDINGS) else ENDINGS
+    places = _matching(path, folder)
     found = []
-    paths = matching_paths(settings.path, folder)
-    readable = [path for path in paths if path.is_dir() or has_columns(path)] or paths
-    for path in paths:
-        name = _name(path, folder, settings.split)
-        if path not in readable:
-            logger.warning("%s: unknown format, skipped: expected one of %s", path, ", ".join(ENDINGS))
-        elif files := split_files(path, settings.split):
+    for place in places:
+        name = _name(place, folder, split)
+        if not place.is_dir() and not place.name.endswith(endings) and len(places) > 1:
+            logger.warning("%s: unknown format, skipped: expected one of %s", place, ", ".join(endings))
+        elif files := split_files(place, split) if place.is_dir() else (place,):
             found.append(Location(name, settings, files))
         else:
-            logger.info("%s: no %r split, skipped", name, settings.split)
-    if not found:
-        endings, target = ", ".join(settings.split + ending for ending in ENDINGS), folder / settings.path
-        hint = f". For all datasets in it: {settings.path.rstrip('/')}/*" if any(target.glob("*/")) else ""
-        raise FileNotFoundError(f"{target} has no {settings.split!r} split: expected one of {endings}{hint}")
-    return without_excluded(found, settings.exclude)
+            logger.info("%s: no %r split, skipped", name, split)
+    left = _without_excluded(found, settings.exclude)
+    if not left:
+        target, excluded = folder / path, " that is not excluded" if found else ""
+        hint = f". For all datasets in it: {path.rstrip('/')}/*" if any(target.glob("*/")) else ""
+        expected = ", ".join(split + ending for ending in ENDINGS)
+        raise FileNotFoundError(f"{target} has no {split!r} split{excluded}: expected one of {expected}{hint}")
+    return left
 
 
-def split_files(path: Path, split: str) -> tuple[Path, ...]:
+def split_files(folder: Path, split: str) -> tuple[Path, ...]:
     """Find the files of a split in a folder: `train.jsonl`, `train-00000-of-00002.parquet`, `train/0.parquet`.
 
-    A path to a file stands for itself, whatever the split is. Without a file for the split there are none.
-
     Raises:
-        ValueError: If the split exists in more than one form, shards of it are missing, or the path is a file of
-            another format.
+        ValueError: If the split exists in more than one form, or shards of it are missing.
     """
-    if not path.is_dir():
-        if not has_columns(path):
-            raise ValueError(f"{path}: unknown format, expected one of {', '.join(ENDINGS)}")
-        return (path,)
     patterns = (split, f"{split}-[0-9]*", f"{split}/*")
-    found = {file: ending for ending in ENDINGS for pattern in patterns for file in path.glob(pattern + ending)}
-    if len({(file.parent, ending, file.name == split + ending) for file, ending in found.items()}) > 1:
-        names = ", ".join(str(file.relative_to(path)) for file in sorted(found))
-        raise ValueError(f"{path} has its {split!r} split in several forms ({names}): name the file to read")
-    _require_all_shards(path, found)
+    found = {file: ending for ending in ENDINGS for pattern in patterns for file in folder.glob(pattern + ending)}
+    # Of an incomplete dataset, or of two exports of it, nothing else would tell.
+    totals = {int(shard[1]) for shard in map(_SHARD.search, (file.name for file in found)) if shard}
+    forms = {(file.parent, ending, file.name == split + ending) for file, ending in found.items()}
+    if len(forms) > 1 or totals - {len(found)}:
+        names = ", ".join(sorted(str(file.relative_to(folder)) for file in found)[:5])
+        problem = "in several forms" if len(forms) > 1 else "with shards missing, or of two exports"
+        raise ValueError(f"{folder} has its {split!r} split {problem} ({names}): name the files to read")
     return tuple(sorted(found))
-
-
-def _require_all_shards(folder: Path, files: Iterable[Path]) -> None:
-    """Refuse an incomplete set of shards, or two sets: nothing else would tell them from a whole dataset."""
-    exports: dict[str, list[re.Match[str]]] = defaultdict(list)
-    for shard in filter(None, (_SHARD.match(file.name) for file in files)):
-        exports[shard["start"]].append(shard)
-    for shards in exports.values():
-        numbers, totals = {shard["number"] for shard in shards}, {int(shard["total"]) for shard in shards}
-        if len(numbers) != len(shards) or totals != {len(shards)}:
-            names = ", ".join(sorted(shard.string for shard in shards)[:5])
-            raise ValueError(
-                f"{folder} lacks shards of a dataset, or holds two sets ({names} …): name the files to read"
-            )
 
 
 def read_rows(location: Location[Any]) -> Iterator[Row]:
@@ -234,30 +221,24 @@ def load_from_hub(settings: "DatasetSource") -> Any:
     return datasets.load_dataset(name, name=settings.subset, split=settings.split, revision=settings.revision)
 
 
-def matching_paths(path: str, folder: Path) -> list[Path]:
-    """Find the files and folders that a path stands for: itself, or what matches the pattern.
-
-    Raises:
-        FileNotFoundError: If there are none.
-    """
+def _matching(path: str, folder: Path) -> list[Path]:
+    """Find the files and folders that a path stands for: itself, or what matches the pattern."""
     target = folder / path
     if target.exists():
         return [target]
-    if set("*?[") & set(path):
-        start, pattern = (
-            (Path(target.anchor), target.relative_to(target.anchor)) if Path(path).is_absolute() else (folder, path)
-        )
-        if matches := sorted(start.glob(str(pattern))):
-            return matches
-        raise FileNotFoundError(f"Nothing matches the pattern {path} in {folder}")
-    nearest = next(parent for parent in target.parents if parent.exists())
-    inside = [child.name for child in sorted(nearest.iterdir()) if not child.name.startswith(".")]
-    missing = target.relative_to(nearest).parts[0]
-    raise FileNotFoundError(f"There is no dataset {target}. In {nearest}:" + alternatives(missing, inside))
+    # A pattern may be absolute.
+    found = sorted(folder / match for match in glob(path, root_dir=folder))  # noqa: PTH207
+    if not found:
+        nearest = next(parent for parent in target.parents if parent.exists())
+        inside = sorted(child.name for child in nearest.iterdir() if not child.name.startswith("."))
+        missing = target.relative_to(nearest).parts[0]
+        raise FileNotFoundError(f"There is no dataset {target}. In {nearest}:" + alternatives(missing, inside))
+    return found
 
 
 def _name(path: Path, folder: Path, split: str) -> str:
-    stem = path.name.removesuffix(next((ending for ending in ENDINGS if path.name.endswith(ending)), ""))
+    ending = next((ending for ending in ENDINGS + TEXT_ENDINGS if path.name.endswith(ending)), "")
+    stem = path.name.removesuffix(ending)
     path = path.parent if path.is_file() and stem == split else path.with_name(stem)
     path = path.resolve()
     inside = path.is_relative_to(folder.resolve()) and path != folder.resolve()
@@ -265,19 +246,13 @@ def _name(path: Path, folder: Path, split: str) -> str:
     return "/".join(parts[-2:])
 
 
-def without_excluded(found: list[Location[AnySettings]], exclude: list[str]) -> list[Location[AnySettings]]:
-    """Leave out datasets by patterns of their names.
-
-    Raises:
-        ValueError: If a pattern matches none, or none is left.
-    """
-    names = {location.name for location in found}
-    excluded: set[str] = set()
+def _without_excluded(found: list[Location[AnySettings]], exclude: list[str]) -> list[Location[AnySettings]]:
+    """Leave out datasets by patterns of their names."""
+    left = found
     for pattern in exclude:
-        matching = {name for name in names if fnmatch(name, pattern) or fnmatch(name.rpartition("/")[2], pattern)}
+        matching = [one for one in found if fnmatch(one.name, pattern) or fnmatch(one.name.split("/")[-1], pattern)]
         if not matching:
-            raise ValueError(f"exclude: there is no dataset {pattern!r}." + alternatives(pattern, sorted(names)))
-        excluded |= matching
-    if names == excluded:
-        raise ValueError(f"{found[0].settings.path}: `exclude` leaves no datasets")
-    return [location for location in found if location.name not in excluded]
+            names = sorted(one.name for one in found)
+            raise ValueError(f"exclude: there is no dataset {pattern!r}." + alternatives(pattern, names))
+        left = [one for one in left if one not in matching]
+    return left

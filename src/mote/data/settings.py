@@ -1,18 +1,22 @@
 """Where a dataset is; recipes of training extend this."""
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import model_validator
 
 from mote.settings import Settings
+
+# Our names of columns, which are among their usual names.
+ColumnName = Literal["anchor", "positive", "negative", "text", "label", "sentence1", "sentence2", "score"]
 
 
 class DatasetSource(Settings):
     """Where a dataset is, and what its columns mean.
 
     Attributes:
-        path: A file (`.jsonl`, `.jsonl.gz`, `.parquet`), a folder with such a file for the split, a pattern that
-            matches several (`retrieval/*`), all relative to the data folder; or `hub:user/name`, on the Hub.
+        path: A file (`.jsonl`, `.jsonl.gz`, `.parquet`, or `.txt` with a text per line), a folder with files for the
+            split, a pattern that matches several (`retrieval/*`), all relative to the data folder; or
+            `hub:user/name`, on the Hub.
         split: Split to read: `train` reads `train.jsonl.gz` and similar files.
         subset: Configuration of a dataset on the Hub.
         revision: Branch, tag or commit of a dataset on the Hub.
@@ -26,7 +30,7 @@ class DatasetSource(Settings):
     split: str = "train"
     subset: str | None = None
     revision: str | None = None
-    columns: dict[str, str | list[str]] = {}
+    columns: dict[ColumnName, str | list[str]] = {}
     exclude: list[str] = []
 
     @model_validator(mode="before")

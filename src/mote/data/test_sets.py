@@ -4,6 +4,7 @@ docs/evaluation.md describes the folder. Nothing here depends on mteb.
 """
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -19,18 +20,22 @@ from mote.remote.configuration_mote import alternatives
 Rows = list[dict[str, Any]]
 Qrels = dict[str, dict[str, int]]  # query → document → grade
 
-# Folder of a task → the splits that are read; in MTEB's order of task types.
-SPLITS = {
-    "classification": ("train", "test"),
-    "clustering": ("test",),
-    "pair": ("test",),
-    "reranking": ("test",),
-    "beir": ("corpus", "queries"),
-    "sts": ("test",),
-    "summarization": ("test",),
+BINARY = TypeAdapter[Any](Literal[0, 1])
+STRINGS = TypeAdapter[Any](Annotated[list[str], Field(min_length=1)])
+NUMBERS = TypeAdapter[Any](Annotated[list[FiniteFloat], Field(min_length=1)])
+
+# Folder of a task → split → columns that are read; in MTEB's order of task types.
+SPLITS: dict[str, dict[str, dict[str, TypeAdapter[Any]]]] = {
+    "classification": {split: {"text": STRING, "label": LABEL} for split in ("train", "test")},
+    "clustering": {"test": {"text": STRING, "label": LABEL}},
+    "pair": {"test": {"sentence1": STRING, "sentence2": STRING, "label": BINARY}},
+    "reranking": {"test": {"query": STRING, "positive": STRINGS, "negative": STRINGS}},
+    "beir": {"corpus": {"_id": STRING, "title": STRING, "text": STRING}, "queries": {"_id": STRING, "text": STRING}},
+    "sts": {"test": {"sentence1": STRING, "sentence2": STRING, "score": NUMBER}},
+    "summarization": {"test": {"text": STRING, "machine_summaries": STRINGS}},
 }
 QRELS = "qrels/test.tsv"
-QRELS_COLUMNS = ["query-id", "corpus-id", "score"]
+QRELS_HEADER = "query-id\tcorpus-id\tscore"
 SUMMARY_SCORES = ("relevance", "informativeness", "litepyramid_recall", "consistency", "coherence", "fluency")
 """Columns with human scores of summaries; the first that a dataset has is used. MTEB takes SummEval's `relevance`."""
 
@@ -43,10 +48,6 @@ MAX_UNSEEN = 0.05
 of them suggest that the labels are spelt differently."""
 TEXTS_PER_CLUSTER = 8
 """Texts per label that a limited clustering dataset keeps on average, at the cost of labels."""
-
-BINARY = TypeAdapter[Any](Literal[0, 1])
-STRINGS = TypeAdapter[Any](Annotated[list[str], Field(min_length=1)])
-NUMBERS = TypeAdapter[Any](Annotated[list[FiniteFloat], Field(min_length=1)])
 
 # Version of the reader: increase it when scores of the same files change.
 _VERSION = 2
@@ -110,12 +111,13 @@ class EvaluationDataset:
         except (OSError, ValueError):
             return {}
 
-    def rows(self, split: str, **columns: TypeAdapter[Any]) -> Rows:
-        """Read all rows of a split, with only these columns (`_id` is renamed to `id`).
+    def rows(self, split: str = "test", further: Mapping[str, TypeAdapter[Any]] | None = None) -> Rows:
+        """Read all rows of a split, with only the columns of its task and `further` ones (`_id` is renamed to `id`).
 
         Raises:
             ValueError: If a row is invalid, or there are none.
         """
+        columns = {**SPLITS[self.task][split], **(further or {})}
         rows = []
         for where, content, _ in require_valid(read_files(self.files(split))):
             try:
@@ -134,18 +136,17 @@ class EvaluationDataset:
             FileNotFoundError: If there is no such file.
             ValueError: If a line is invalid.
         """
-        file = self.folder / self.path / QRELS
-        lines = ((where, line.split("\t")) for where, line in read_text_lines(file))
-        where, header = next(lines, (str(file), []))
-        if header != QRELS_COLUMNS:
-            raise ValueError(f"{where}: expected the header {', '.join(QRELS_COLUMNS)}, tab-separated; got {header}")
         qrels: Qrels = defaultdict(dict)
-        for where, fields in lines:
+        lines = read_text_lines(self.folder / self.path / QRELS)
+        where, header = next(lines, ("", ""))
+        if header != QRELS_HEADER:
+            raise ValueError(f"{where or self.path}: expected the header {QRELS_HEADER!r}, got {header!r}")
+        for where, line in lines:
             try:
-                query, document, grade = fields
+                query, document, grade = line.split("\t")
                 qrels[query][document] = int(grade)
             except ValueError:
-                raise ValueError(f"{where}: expected query, document and an integer, got {fields}") from None
+                raise ValueError(f"{where}: expected query, document and an integer, got {line!r}") from None
         return dict(qrels)
 
     def require_two(self, values: set[Any], what: str) -> None:
@@ -160,10 +161,7 @@ def find_evaluation_datasets(folder: Path, limit: int | None = None) -> list[Eva
 
     Raises:
         FileNotFoundError: If there is no dataset in the folder.
-        ValueError: If the limit is not positive.
     """
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit must be at least 1, got {limit}")
     found = [
         EvaluationDataset(task, place.name, folder, limit)
         for task in SPLITS
@@ -187,16 +185,13 @@ def read_classification(dataset: EvaluationDataset) -> dict[str, Rows]:
     A limit also shortens the train split, but leaves at least 16 texts of each label, or all if there are fewer. If
     only a few test rows have labels that the train split lacks, they count as wrong, as in mteb; more are an error.
     """
-    splits = {split: dataset.rows(split, text=STRING, label=LABEL) for split in SPLITS["classification"]}
-    for row in (row for rows in splits.values() for row in rows):
-        row["label"] = str(row["label"])
+    splits = {split: _with_labels(dataset, split) for split in SPLITS["classification"]}
     labels = sorted({row["label"] for row in splits["train"]})
-    unseen = Counter(row["label"] for row in splits["test"] if row["label"] not in labels)
-    if unseen.total() > MAX_UNSEEN * len(splits["test"]):
-        example = next(iter(unseen))
+    unseen = [row["label"] for row in splits["test"] if row["label"] not in labels]
+    if len(unseen) > MAX_UNSEEN * len(splits["test"]):
         raise ValueError(
-            f"{dataset.path}: {unseen.total()} test rows have one of {len(unseen)} labels that the train split lacks, "
-            f"for instance {example!r}." + alternatives(example, labels)
+            f"{dataset.path}: {len(unseen)} test rows have labels that the train split lacks, for instance "
+            f"{unseen[0]!r}." + alternatives(unseen[0], labels)
         )
     dataset.require_two(set(labels), "labels of the train split")
     if dataset.limit is not None:
@@ -215,8 +210,7 @@ def read_classification(dataset: EvaluationDataset) -> dict[str, Rows]:
 
 def read_clustering(dataset: EvaluationDataset) -> Rows:
     """Read `text` and `label`. A limit drops the smallest labels, so that 8 texts are left for each."""
-    rows = dataset.rows("test", text=STRING, label=LABEL)
-    rows = [{"text": row["text"], "label": str(row["label"])} for row in rows]
+    rows = _with_labels(dataset, "test")
     sizes = Counter(row["label"] for row in rows)
     if dataset.limit is not None and len(rows) > dataset.limit:
         kept = sorted(sizes, key=lambda label: (-sizes[label], label))
@@ -229,27 +223,20 @@ def read_clustering(dataset: EvaluationDataset) -> Rows:
     return rows
 
 
+def _with_labels(dataset: EvaluationDataset, split: str) -> Rows:
+    return [{"text": row["text"], "label": str(row["label"])} for row in dataset.rows(split)]
+
+
 def read_pairs(dataset: EvaluationDataset) -> Rows:
-    """Read `sentence1`, `sentence2`, `labels`. A limit of 1 leaves one pair of each label."""
-    rows = dataset.rows("test", sentence1=STRING, sentence2=STRING, label=BINARY)
-    if dataset.limit == 1:
-        rows = [row for row, (rank, _) in zip(rows, ranks(rows, "label"), strict=True) if rank == 0]
-    else:
-        rows = sample(rows, dataset.limit, "label")
+    """Read `sentence1`, `sentence2`, `labels`."""
+    rows = sample(dataset.rows(), dataset.limit, "label")
     dataset.require_two({row["label"] for row in rows}, "labels")
     return [{**row, "labels": int(row.pop("label"))} for row in rows]
 
 
-def read_sts(dataset: EvaluationDataset) -> Rows:
-    """Read `sentence1`, `sentence2`, `score`."""
-    rows = sample(dataset.rows("test", sentence1=STRING, sentence2=STRING, score=NUMBER), dataset.limit)
-    dataset.require_two({row["score"] for row in rows}, "scores")
-    return rows
-
-
-def read_reranking(dataset: EvaluationDataset) -> Rows:
-    """Read `query`, `positive`, `negative`."""
-    return sample(dataset.rows("test", query=STRING, positive=STRINGS, negative=STRINGS), dataset.limit)
+def read_test_rows(dataset: EvaluationDataset) -> Rows:
+    """Read the test rows of `sts` and `reranking`: the columns as they are."""
+    return sample(dataset.rows(), dataset.limit)
 
 
 def read_summaries(dataset: EvaluationDataset) -> Rows:
@@ -257,35 +244,27 @@ def read_summaries(dataset: EvaluationDataset) -> Rows:
 
     If there are no human summaries, machine summaries are compared with the text itself.
     """
-    rows = _read_summaries(dataset)
-    if all(len(set(row["relevance"])) == 1 for row in rows):
-        raise ValueError(f"{dataset.path}: all summaries of a text have the same score, in every text")
-    return rows
-
-
-def read_summary_pairs(dataset: EvaluationDataset) -> Rows:
-    """Read one machine summary per text as scored pairs: `sentence1` (reference), `sentence2`, `score`."""
-    rows = _read_summaries(dataset)
-    if any(len(row["machine_summaries"]) > 1 or len(row["human_summaries"]) > 1 for row in rows):
-        raise ValueError(f"{dataset.path}: the first text has one machine summary, others have several")
-    dataset.require_two({row["relevance"][0] for row in rows}, "scores")
-    return [
-        {"sentence1": row["human_summaries"][0], "sentence2": row["machine_summaries"][0], "score": row["relevance"][0]}
-        for row in rows
-    ]
-
-
-def _read_summaries(dataset: EvaluationDataset) -> Rows:
     first = dataset.first_row()
     scores = next((name for name in SUMMARY_SCORES if name in first), SUMMARY_SCORES[0])
     references = {"human_summaries": STRINGS} if "human_summaries" in first else {}
-    rows = dataset.rows("test", text=STRING, machine_summaries=STRINGS, **references, **{scores: NUMBERS})
+    rows = dataset.rows("test", references | {scores: NUMBERS})
     for number, row in enumerate(rows, start=1):
         row["relevance"] = row.pop(scores)
         row.setdefault("human_summaries", [row["text"]])
         if len(row["machine_summaries"]) != len(row["relevance"]):
             raise ValueError(f"{dataset.path}: row {number} has not one score for each machine summary ({scores!r})")
     return sample(rows, dataset.limit)
+
+
+def read_summary_pairs(dataset: EvaluationDataset) -> Rows:
+    """Read one machine summary per text as scored pairs: `sentence1` (reference), `sentence2`, `score`."""
+    rows = read_summaries(dataset)
+    if any(len(row["machine_summaries"]) > 1 or len(row["human_summaries"]) > 1 for row in rows):
+        raise ValueError(f"{dataset.path}: the first text has one machine summary, others have several")
+    return [
+        {"sentence1": row["human_summaries"][0], "sentence2": row["machine_summaries"][0], "score": row["relevance"][0]}
+        for row in rows
+    ]
 
 
 class RetrievalDataset(NamedTuple):
@@ -314,9 +293,7 @@ def read_retrieval(dataset: EvaluationDataset) -> RetrievalDataset:
 
     With a limit, the corpus consists of all documents in the qrels of the queries, and others, up to ten per query.
     """
-    corpus = dataset.rows("corpus", _id=STRING, title=STRING, text=STRING)
-    queries = dataset.rows("queries", _id=STRING, text=STRING)
-    qrels = dataset.qrels()
+    corpus, queries, qrels = dataset.rows("corpus"), dataset.rows("queries"), dataset.qrels()
     _check_ids(dataset, "query", queries, set(qrels))
     _check_ids(dataset, "document", corpus, _documents(qrels))
     queries = [query for query in queries if any(grade > 0 for grade in qrels.get(query["id"], {}).values())]

@@ -1,80 +1,66 @@
 """Texts for analyses and calibration: from a file, a folder of datasets, or the 128 shipped with MoTE."""
 
-import json
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from mote.data.columns import TEXT, check_value
-from mote.data.rows import ENDINGS, Row, has_columns, read_files, read_text_lines, require_valid, split_files
+from mote.data.rows import Row, read_files, require_valid, split_files
 
 TEXT_COLUMNS = ("text", "query", "sentence", "sentence1")
 QUERY_COLUMNS = ("query", "question", "anchor")
 DOCUMENT_COLUMNS = ("positive", "document", "passage", "answer")
-OTHER_FORMATS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
-"""Endings of files of rows, in lower case: such a file is not plain text, whether it can be read or not."""
 FOLDERS = ("retrieval", "classification", "clustering")
 """Folders of the tasks that experts are trained on."""
 
 
 @dataclass(frozen=True)
 class Texts:
-    """A sample of at least two texts.
-
-    Attributes:
-        texts: The texts.
-        source: Where they come from, in words.
-    """
+    """A sample of at least two texts, and its source in words."""
 
     texts: tuple[str, ...]
     source: str
 
     def __post_init__(self) -> None:
-        if len(self.texts) < 2:
-            raise ValueError(f"{self.source} has {len(self.texts)} texts: a distribution needs at least two")
+        _require_two(self.texts, self.source)
 
 
 @dataclass(frozen=True)
 class TextPairs:
-    """A sample of queries and their documents.
-
-    Attributes:
-        queries: N texts.
-        documents: N texts.
-        source: Where they come from, in words.
-    """
+    """A sample of at least two queries and their documents, and its source in words."""
 
     queries: tuple[str, ...]
     documents: tuple[str, ...]
     source: str
+
+    def __post_init__(self) -> None:
+        _require_two(self.queries, self.source)
+
+
+def _require_two(texts: tuple[str, ...], source: str) -> None:
+    if len(texts) < 2:
+        raise ValueError(f"{source} has {len(texts)} texts or pairs: a distribution needs at least two")
 
 
 def read_texts(file: str | Path | None = None) -> list[str]:
     """Read all texts of a file.
 
     Args:
-        file: One text per line; or rows (`.jsonl`, `.jsonl.gz`, `.parquet`) with a column of `TEXT_COLUMNS`.
-            Default: the 128 texts shipped with MoTE, freely licensed.
+        file: One text per line (`.txt`, `.txt.gz`); or rows (`.jsonl`, `.jsonl.gz`, `.parquet`) with a column of
+            `TEXT_COLUMNS`. Default: the 128 texts shipped with MoTE, freely licensed.
 
     Raises:
         ValueError: If it is damaged, not UTF-8 or of another format, a row has no text, or there are no texts.
     """
-    if file is None:
-        lines = (files("mote.data") / "texts.jsonl").read_text(encoding="utf-8").splitlines()
-        return [json.loads(line)["text"] for line in lines]
-    file = Path(file)
-    if has_columns(file):
-        texts = [_text(row, TEXT_COLUMNS) for row in require_valid(read_files([file]))]
-    elif file.name.lower().removesuffix(".gz").endswith(OTHER_FORMATS):
-        raise ValueError(f"{file}: unknown format, expected plain text, or rows in {', '.join(ENDINGS)}")
-    else:
-        texts = [line.strip() for _, line in read_text_lines(file) if line.strip()]
+    path = Path(str(files("mote.data") / "texts.jsonl")) if file is None else Path(file)
+    texts = [_text(row, TEXT_COLUMNS) for row in require_valid(read_files([path]))]
     if not texts:
-        raise ValueError(f"{file} has no texts: expected one per line")
+        raise ValueError(f"{path} has no texts")
     return texts
 
 
@@ -92,16 +78,12 @@ def find_texts(
 
     Raises:
         FileNotFoundError: If the file or the folder does not exist, or the folder holds no dataset.
-        ValueError: If a file is damaged, a row has no text, there are fewer than two texts, or both are given.
+        ValueError: If a file is damaged, a row has no text, or there are fewer than two texts.
     """
-    if file is not None and folder is not None:
-        raise ValueError("Texts come from a file (`--texts`) or from a folder (`--data`): give one of them")
-    if folder is None:
-        source = "the texts that come with MoTE" if file is None else Path(file).name
-        return Texts(_sample(_distinct(read_texts(file)), limit, seed), source)
-    datasets = [_distinct(_text(row, TEXT_COLUMNS) for row in rows) for rows in _datasets(Path(folder), FOLDERS)]
-    source = f"{Path(folder).resolve().name}, {len(datasets)} datasets"
-    return Texts(_sample_of_each(datasets, limit, seed), source)
+    if file is None and folder is None:
+        return Texts(_sample([_distinct(read_texts())], limit, seed), "the texts that come with MoTE")
+    take = partial(_text, columns=TEXT_COLUMNS)
+    return Texts(*_sample_of(file, folder, FOLDERS, take, limit, seed))
 
 
 def find_pairs(
@@ -118,63 +100,64 @@ def find_pairs(
     Raises:
         ValueError: If a file is damaged, a row is not a pair, or there are fewer than two.
     """
-    if file is not None:
-        pairs = _sample(_pairs(require_valid(read_files([Path(file)]))), limit, seed)
-        source = Path(file).name
-    elif folder is not None and (Path(folder) / "retrieval").is_dir():
-        datasets = [_pairs(rows) for rows in _datasets(Path(folder), ("retrieval",))]
-        pairs = _sample_of_each(datasets, limit, seed)
-        source = f"{Path(folder).resolve().name}, {len(datasets)} retrieval datasets"
-    else:
+    if file is None and (folder is None or not (Path(folder) / "retrieval").is_dir()):
         return None
-    if len(pairs) < 2:
-        raise ValueError(f"{source} has {len(pairs)} pairs: expected at least two")
-    queries, documents = zip(*pairs, strict=True)
-    return TextPairs(queries, documents, source)
+    pairs, source = _sample_of(file, folder, ("retrieval",), _pair, limit, seed)
+    return TextPairs(tuple(query for query, _ in pairs), tuple(document for _, document in pairs), source)
 
 
-def _pairs(rows: Iterator[Row]) -> list[tuple[str, str]]:
-    return _distinct((_text(row, QUERY_COLUMNS), _text(row, DOCUMENT_COLUMNS)) for row in rows)
+def _sample_of(
+    file: str | Path | None,
+    folder: str | Path | None,
+    names: Sequence[str],
+    take: Callable[[Row], Any],
+    limit: int,
+    seed: int,
+) -> tuple[tuple[Any, ...], str]:
+    """Sample what `take` makes of the rows of a file, or of the datasets in some folders of a data folder."""
+    if file is not None:
+        splits: list[tuple[Path, ...]] = [(Path(file),)]
+        source = Path(file).name
+    else:
+        root = Path(str(folder))
+        paths = sorted(path for name in names for path in (root / name).glob("*") if path.is_dir())
+        splits = [found for path in paths if (found := split_files(path, "test") or split_files(path, "train"))]
+        if not splits:
+            expected = " or ".join(names)
+            raise FileNotFoundError(f"{root} holds no datasets: expected {expected}, with NAME/train.jsonl.gz")
+        source = f"{root.resolve().name}, {len(splits)} datasets"
+    datasets = [_distinct([take(row) for row in require_valid(read_files(split))]) for split in splits]
+    return _sample(datasets, limit, seed), source
 
 
-def _distinct(items: Iterable[Any]) -> list[Any]:
+def _distinct(items: Sequence[Any]) -> list[Any]:
     return list(dict.fromkeys(items))
 
 
-def _datasets(folder: Path, names: Sequence[str]) -> list[Iterator[Row]]:
-    """Open each dataset in some folders of a data folder: its test split, or its train split if it has no other."""
-    paths = sorted(path for name in names for path in (folder / name).glob("*") if path.is_dir())
-    found = [split_files(path, "test") or split_files(path, "train") for path in paths]
-    if not any(found):
-        raise FileNotFoundError(f"{folder} holds no datasets: expected {' or '.join(names)}, with NAME/train.jsonl.gz")
-    return [require_valid(read_files(files)) for files in found if files]
+def _pair(row: Row) -> tuple[str, str]:
+    return _text(row, QUERY_COLUMNS), _text(row, DOCUMENT_COLUMNS)
 
 
 def _text(row: Row, columns: Sequence[str]) -> str:
     """Take the text of the first column that a row has."""
-    column = next((column for column in columns if column in row.content), None)
-    if column is None:
-        raise ValueError(f"{row.where} has the columns {[*row.content]}: expected one of {', '.join(columns)}")
-    value = row.content[column]
+    column = next((column for column in columns if column in row.content), columns[0])
+    value = row.content.get(column)
+    row_of_one = {**row.content, column: value[0]} if isinstance(value, list) and value else row.content
     try:
-        return str(check_value({column: value[0] if isinstance(value, list) and value else value}, column, TEXT))
+        return str(check_value(row_of_one, column, TEXT))
     except ValueError as error:
         raise ValueError(f"{row.where}: {error}") from None
 
 
-def _sample(items: Sequence[Any], limit: int, seed: int) -> tuple[Any, ...]:
-    """Draw `limit` items, in their order, or all if there are fewer."""
-    if len(items) <= limit:
-        return tuple(items)
-    return tuple(items[index] for index in sorted(random.Random(seed).sample(range(len(items)), limit)))
-
-
-def _sample_of_each(datasets: Sequence[list[Any]], limit: int, seed: int) -> tuple[Any, ...]:
-    """Draw from each dataset in turn until there are enough; the last round draws from some of the datasets."""
-    shuffled = [random.Random(f"{seed}/{number}").sample(items, len(items)) for number, items in enumerate(datasets)]
+def _sample(datasets: Sequence[list[Any]], limit: int, seed: int) -> tuple[Any, ...]:
+    """Draw from a dataset, in its order; or from each of several in turn, in the last round only from some of them."""
     last = random.Random(seed)
+    if len(datasets) == 1:
+        items = datasets[0]
+        return tuple(items[index] for index in sorted(last.sample(range(len(items)), min(limit, len(items)))))
+    shuffled = [random.Random(f"{seed}/{number}").sample(items, len(items)) for number, items in enumerate(datasets)]
     chosen: dict[Any, None] = {}
-    for items in zip_longest(*shuffled):
-        new = [item for item in _distinct(items) if item is not None and item not in chosen]
+    for drawn in zip_longest(*shuffled):
+        new = [item for item in dict.fromkeys(drawn) if item is not None and item not in chosen]
         chosen |= dict.fromkeys(last.sample(new, min(len(new), limit - len(chosen))))
     return tuple(chosen)

@@ -176,7 +176,7 @@ def _fill_reranking(task: "_FromFolder") -> dict[str, Any]:
     """Give each query its own documents, as mteb does with the old format of reranking tasks."""
     queries, corpus = [], []
     qrels: test_sets.Qrels = defaultdict(dict)
-    for number, row in enumerate(test_sets.read_reranking(task.source)):
+    for number, row in enumerate(test_sets.read_test_rows(task.source)):
         query = f"query{number}"
         queries.append({"id": query, "text": row["query"]})
         # The names are mteb's own. They break ties: trec_eval ranks the last name, a negative, first.
@@ -225,7 +225,7 @@ TEMPLATES = {
     # mteb 2 has no class for reranking: it is retrieval among candidates.
     "reranking": Template("Reranking", AbsTaskRetrieval, "map_at_1000", _fill_reranking),
     "beir": Template("Retrieval", AbsTaskRetrieval, "ndcg_at_10", _fill_retrieval),
-    "sts": Template("STS", AbsTaskSTS, "cosine_spearman", _fill_rows(test_sets.read_sts)),
+    "sts": Template("STS", AbsTaskSTS, "cosine_spearman", _fill_rows(test_sets.read_test_rows)),
     "summarization": Template("Summarization", Summaries, "cosine_spearman", _fill_rows(test_sets.read_summaries)),
 }
 

@@ -9,7 +9,7 @@ from itertools import cycle, islice
 from typing import Any, Literal, TypeVar
 
 from mote.data.columns import Columns, Example, RowType, check_row, find_columns
-from mote.data.rows import Location, Row, read_rows
+from mote.data.rows import Location, read_rows
 from mote.reporting import table
 from mote.training.recipe import Recipe
 from mote.training.task_settings import DatasetSettings, TaskSettings, ValidationSettings
@@ -77,6 +77,11 @@ def text_id(text: str) -> int:
     return int.from_bytes(blake2b(text.strip().encode(), digest_size=8).digest(), "big", signed=True)
 
 
+def share_of(text: str) -> float:
+    """Return a number from 0 to 1 that depends only on the text, for the choice of a share of texts."""
+    return (text_id(text) + 2**63) / 2**64
+
+
 def content_hash(texts: Iterable[object]) -> str:
     """Return a hash of all texts, or labels, in their order."""
     digest = blake2b(digest_size=8)
@@ -142,14 +147,15 @@ def table_of(reports: Sequence[DatasetReport]) -> str:
     return "\n".join([table(header, rows, align="llrrrrr"), *remarks])
 
 
-def check_rows(
-    rows: Sequence[Row], location: Location[Any], max_invalid_fraction: float, report: DatasetReport
+def read_examples(
+    location: Location[Any], max_invalid_fraction: float, report: DatasetReport
 ) -> tuple[list[Example], Columns]:
-    """Check the rows of a dataset, and count the invalid ones in its report.
+    """Read the rows of a dataset, and count the invalid ones in its report.
 
     Raises:
         ValueError: If a column is missing, too many rows are invalid, or none is valid.
     """
+    rows = list(read_rows(location))
     present = sorted({column for row in rows for column in row.content})
     if not present:
         raise ValueError(f"{location.name} has no rows, or none with columns")
@@ -210,8 +216,7 @@ class DatasetRows:
         Raises:
             ValueError: If the dataset is invalid, or does not suit the loss.
         """
-        rows = list(read_rows(self.location))
-        self.rows, columns = check_rows(rows, self.location, recipe.data.max_invalid_fraction, self.report)
+        self.rows, columns = read_examples(self.location, recipe.data.max_invalid_fraction, self.report)
         self.row_type = columns.row_type
         self._fit_to_loss()
         self._drop_repeated()
@@ -296,7 +301,7 @@ class DatasetRows:
         if self.row_type == "texts":
             # Single texts have nothing to measure.
             return
-        hashes = [(text_id(row.anchor) + 2**63) / 2**64 for row in self.rows]
+        hashes = [share_of(row.anchor) for row in self.rows]
         lowest = sorted((value, number) for number, value in enumerate(hashes) if value < settings.share)
         if len(lowest) < 2:
             return

@@ -19,9 +19,9 @@ import pyarrow
 from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
-from mote.data.columns import MEANINGS, Example
+from mote.data.columns import Example
 from mote.data.rows import find_datasets
-from mote.remote.configuration_mote import MoTEConfig, alternatives
+from mote.remote.configuration_mote import MoTEConfig
 from mote.training.cleaning import (
     DEFAULT_NEGATIVES,
     DatasetReport,
@@ -367,13 +367,10 @@ def _max_length(dataset: DatasetRows, column: str) -> int | None:
     limit = dataset.settings.max_length
     if not isinstance(limit, dict):
         return limit
-    for name in limit:
-        if name not in MEANINGS:
-            raise ValueError(f"{dataset.name}: unknown column {name!r} in `max_length`." + alternatives(name, MEANINGS))
-    lengths = {MEANINGS[name]: length for name, length in limit.items()}
-    if dataset.row_type == "labelled":
-        return lengths.get("anchor")
-    return lengths.get("positive") if column == "negative" and column not in lengths else lengths.get(column)
+    lengths = {str(name): length for name, length in limit.items()}
+    if column == "negative" and "positive" in lengths:
+        lengths.setdefault("negative", lengths["positive"])
+    return lengths.get("anchor" if dataset.row_type == "labelled" else column)
 
 
 def _dataset(columns: dict[str, list[str]], label: pyarrow.Array) -> Dataset:

@@ -57,7 +57,7 @@ class DatasetSettings(DatasetSource):
     definition: str | None = None
     weight: float = Field(default=1.0, gt=0, le=1000)
     limit: int | None = Field(default=None, ge=1)
-    max_length: PositiveInt | dict[str, PositiveInt] | None = None
+    max_length: PositiveInt | dict[Literal["anchor", "positive", "negative"], PositiveInt] | None = None
     negatives: int | None = Field(default=None, ge=0)
     label_texts: dict[str, Annotated[str, Field(pattern=r"\S")]] = {}
     min_score: float | None = None

@@ -1,25 +1,15 @@
 """Texts of pre-training: read, without repeats, and with a validation split."""
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from mote.data.rows import (
-    Location,
-    Row,
-    find_datasets,
-    matching_paths,
-    read_rows,
-    read_text_lines,
-    without_excluded,
-)
-from mote.training.cleaning import DatasetReport, check_rows, content_hash, table_of, text_id
-from mote.training.pretraining_recipe import PretrainingRecipe, TextDatasetSettings
+from mote.data.columns import Example
+from mote.data.rows import find_datasets
+from mote.training.cleaning import DatasetReport, content_hash, read_examples, share_of, table_of, text_id
+from mote.training.pretraining_recipe import PretrainingRecipe, TextTaskSettings
 from mote.training.spans import split_into_spans
-
-TEXT_FILES = (".txt", ".txt.gz")
 
 
 @dataclass
@@ -41,29 +31,19 @@ class TextData:
         return {task: content_hash(texts) for task, texts in self.texts.items()}
 
 
+class _Text(NamedTuple):
+    """A text, pair or `SplitDocument`, its id, and the ids of the single texts in it that may be held out."""
+
+    id: int
+    content: Any
+    candidates: set[int]
+
+
 @dataclass
 class _Dataset:
-    """The texts of a dataset.
-
-    Attributes:
-        report: What became of the rows.
-        limit: Maximum number of texts to train on.
-        texts: Id → the text; with `cot-mae`, a pair or a `SplitDocument`.
-        validation_ids: Id → ids of the single texts in it that may be held out.
-    """
-
     report: DatasetReport
     limit: int | None
-    texts: dict[int, Any]
-    validation_ids: dict[int, set[int]]
-
-    def training_texts(self, held_out: set[int], seed: int) -> list[Any]:
-        """Return the texts of which nothing is held out, up to the limit."""
-        kept = [text for number, text in self.texts.items() if held_out.isdisjoint(self.validation_ids[number])]
-        self.report.drop("has a text that is held out", len(self.texts) - len(kept))
-        kept = self.report.sample(kept, self.limit, seed)
-        self.report.used = len(kept)
-        return kept
+    texts: list[_Text]
 
 
 def load_texts(recipe: PretrainingRecipe, tokenizer: PreTrainedTokenizerBase) -> TextData:
@@ -81,23 +61,31 @@ def load_texts(recipe: PretrainingRecipe, tokenizer: PreTrainedTokenizerBase) ->
         FileNotFoundError: If a dataset does not exist.
         ValueError: If a dataset has too many invalid rows or lacks a column; if a task has no text.
     """
-    datasets = {name: _read_task(name, recipe, tokenizer) for name in recipe.tasks}
-    data = TextData({}, {name: [] for name in datasets}, [])
-    held_out: set[int] = set()
-    for name, own in datasets.items():
-        candidates = [(number, one) for one in own for number, ids in one.validation_ids.items() if ids]
-        candidates.sort(key=lambda candidate: candidate[0])
-        for number, dataset in candidates[: recipe.validation.limit]:
-            data.held_out[name].append(dataset.texts.pop(number))
-            dataset.report.held_out += 1
-            held_out |= dataset.validation_ids[number]
-    for name, own in datasets.items():
-        data.texts[name] = [text for one in own for text in one.training_texts(held_out, recipe.training.seed)]
-        data.reports += [one.report for one in own]
-        if not data.texts[name]:
-            remarks = [remark for one in own for remark in one.report.remarks()]
+    held_out, held_out_ids = {}, set()
+    datasets: list[_Dataset] = []
+    for name in recipe.tasks:
+        own = _read_task(name, recipe, tokenizer)
+        candidates = [text for dataset in own for text in dataset.texts if text.candidates]
+        chosen = sorted(candidates, key=lambda text: text.id)[: recipe.validation.limit]
+        held_out[name] = [text.content for text in chosen]
+        held_out_ids |= {number for text in chosen for number in text.candidates}
+        for dataset in own:
+            dataset.report.held_out = len({text.id for text in chosen} & {text.id for text in dataset.texts})
+        datasets += own
+    texts: dict[str, list[Any]] = {name: [] for name in recipe.tasks}
+    for dataset in datasets:
+        report = dataset.report
+        kept = [text.content for text in dataset.texts if held_out_ids.isdisjoint(text.candidates)]
+        report.drop("has a text that is held out", len(dataset.texts) - report.held_out - len(kept))
+        kept = report.sample(kept, dataset.limit, recipe.training.seed)
+        report.used = len(kept)
+        texts[report.task] += kept
+    reports = [dataset.report for dataset in datasets]
+    for name in recipe.tasks:
+        if not texts[name]:
+            remarks = [remark for report in reports if report.task == name for remark in report.remarks()]
             raise ValueError("\n  ".join([f"tasks.{name}: no text is left to train on", *remarks]))
-    return data
+    return TextData(texts, held_out, reports)
 
 
 def _read_task(name: str, recipe: PretrainingRecipe, tokenizer: PreTrainedTokenizerBase) -> list[_Dataset]:
@@ -107,60 +95,32 @@ def _read_task(name: str, recipe: PretrainingRecipe, tokenizer: PreTrainedTokeni
     seen: set[int] = set()
     datasets = []
     for settings in task.datasets:
-        for location in _find(settings, recipe.data.place):
+        for location in find_datasets(settings, recipe.data.place):
             report = DatasetReport(location.name, name)
-            rows = _read(location, task.texts, paired, recipe.data.max_invalid_fraction, report)
-            unique = {text_id("\n".join(row)): row for row in rows}
-            unique = {number: row for number, row in unique.items() if number not in seen}
+            examples, columns = read_examples(location, recipe.data.max_invalid_fraction, report)
+            if task.texts != "all" and "positive" not in columns.names:
+                raise ValueError(f"{location.name} has single texts, not pairs: leave out `texts: {task.texts}`")
+            rows = [row for example in examples for row in _texts_of(example, task, paired)]
+            unique = {number: row for row in rows if (number := text_id("\n".join(row))) not in seen}
             report.drop("repeated", len(rows) - len(unique))
             seen |= unique.keys()
-            texts: dict[int, Any] = unique if paired else {number: text for number, (text,) in unique.items()}
-            if recipe.objective == "cot-mae" and not paired:
-                split = {
-                    number: split_into_spans(text, tokenizer, recipe.spans, recipe.training.seed)
-                    for number, text in texts.items()
-                }
-                texts = {number: document for number, document in split.items() if document is not None}
-                report.drop(f"too short for two spans of {recipe.spans.length} tokens", len(split) - len(texts))
-            share = recipe.validation.share
-            ids = {number: {text_id(text) for text in unique[number]} for number in texts}
-            chosen = {number: {one for one in own if (one + 2**63) / 2**64 < share} for number, own in ids.items()}
-            datasets.append(_Dataset(report, settings.limit or recipe.data.limit, texts, chosen))
+            texts = []
+            for number, row in unique.items():
+                content: Any = row if paired else row[0]
+                if recipe.objective == "cot-mae" and not paired:
+                    content = split_into_spans(row[0], tokenizer, recipe.spans, recipe.training.seed)
+                candidates = {text_id(text) for text in row if share_of(text) < recipe.validation.share}
+                texts += [_Text(number, content, candidates)] if content is not None else []
+            report.drop(f"too short for two spans of {recipe.spans.length} tokens", len(unique) - len(texts))
+            datasets.append(_Dataset(report, settings.limit or recipe.data.limit, texts))
     return datasets
 
 
-def _find(settings: TextDatasetSettings, folder: Path) -> list[Location[TextDatasetSettings]]:
-    """Find datasets as `find_datasets` does, and files of plain text."""
-    if not settings.path.endswith(TEXT_FILES):
-        return find_datasets(settings, folder)
-    files = matching_paths(settings.path, folder)
-    found = [Location(file.name.removesuffix(".gz").removesuffix(".txt"), settings, (file,)) for file in files]
-    return without_excluded(found, settings.exclude)
-
-
-def _read(
-    location: Location[Any], wanted: str, paired: bool, max_invalid_fraction: float, report: DatasetReport
-) -> list[tuple[str, ...]]:
-    """Read the texts of a dataset: each alone, or with the text of the other side.
-
-    Raises:
-        ValueError: If a column is missing, too many rows are invalid, or none is left.
-    """
-    if location.files and location.files[0].name.endswith(TEXT_FILES):
-        rows = [Row(where, {"text": line}) for where, line in read_text_lines(location.files[0])]
-    else:
-        rows = list(read_rows(location))
-    examples, columns = check_rows(rows, location, max_invalid_fraction, report)
-    if wanted != "all" and "positive" not in columns.names:
-        raise ValueError(f"{location.name} has single texts, not pairs: leave out `texts: {wanted}`")
-    texts: list[tuple[str, ...]] = []
-    for example in examples:
-        if paired:
-            pairs = [(example.anchor, positive) for positive in example.positives]
-            texts += pairs if wanted == "anchors" else [(positive, anchor) for anchor, positive in pairs]
-            continue
-        single = [example.anchor] if wanted != "positives" else []
-        single += example.positives if wanted != "anchors" else ()
-        single += example.negatives if wanted == "all" else ()
-        texts += [(text,) for text in single]
-    return texts
+def _texts_of(example: Example, task: TextTaskSettings, paired: bool) -> list[tuple[str, ...]]:
+    """Return the texts of a row: each alone, or with the text of the other side."""
+    if paired and task.texts == "anchors":
+        return [(example.anchor, positive) for positive in example.positives]
+    if paired:
+        return [(positive, example.anchor) for positive in example.positives]
+    texts = {"anchors": [example.anchor], "positives": example.positives}
+    return [(text,) for text in texts.get(task.texts, (example.anchor, *example.positives, *example.negatives))]
