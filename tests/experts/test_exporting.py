@@ -185,7 +185,7 @@ def test_the_command(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--format", "published"], "Unknown architecture with a published format of its own: 'bert'"),
         (["--quantize", "int8"], "quantize is for the backends 'onnx' and 'openvino'"),
         (["--texts", str(SMALL_ENCODER / "README.md")], "texts are for the backends 'onnx' and 'openvino'"),
-        (["--texts", "no-such-file"], "No such file"),
+        (["--texts", "no-such-file.txt"], "No such file"),
     ],
 )
 def test_what_is_refused(

@@ -12,8 +12,8 @@ class AnalyzeOptions(Settings):
     """Options of `analyze`.
 
     Attributes:
-        texts: File of texts to embed under each task: one per line (`.txt`), or rows with a column `text`. In Python also the
-            texts themselves. Default: those of `data`, otherwise the 128 real ones shipped with MoTE.
+        texts: File of texts to embed under each task: one per line (`.txt`), or rows with a column `text`. In Python
+            also the texts themselves. Default: those of `data`, otherwise the 128 real ones shipped with MoTE.
         data: Folder of datasets to draw texts and pairs from.
         pairs: File of rows with columns `query` and `positive`. Default: the retrieval datasets of `data`; without
             these, the same texts take both roles.
