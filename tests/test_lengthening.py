@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import contents, dense_checkpoint, e5_checkpoint, edit_weights, read_json
+from helpers.checkpoints import contents, dense_checkpoint, e5_checkpoint, read_json
 from helpers.families import batch, dense_model, difference
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
-from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedModel
 
 from mote import WriteOptions, lengthen, upcycle
 from mote.checkpoints.cards import write_card
@@ -47,8 +47,6 @@ def test_all_weights_but_the_positions_are_the_sources(family: str) -> None:
         assert difference(expected, other_positions[inputs["attention_mask"].bool()]) > 1e-3
         alone = {name: value[:, :1] for name, value in inputs.items()}  # one token has no neighbour to be far from
         assert difference(dense(**alone)[0], with_rotary_positions(dense, 600)(**alone)[0]) <= 2e-6
-    pooled = {name: value[:, :1] for name, value in inputs.items()}
-    assert difference(encoder(**pooled).pooler_output, with_rotary_positions(encoder, 600)(**pooled)[1]) <= 2e-6
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +76,9 @@ def test_the_result_is_the_same_sentence_transformer_for_longer_texts(lengthened
     assert step["step"] == "lengthen"
     assert step["command"] == "mote lengthen short --length 64 --out long"
     card = (out / "README.md").read_text()
-    assert "rotary positions, for texts of up to 64 tokens, in place of the 32 learned ones of [short]" in card
+    assert "rotary positions, for texts of up to 64 tokens, in place of the learned ones of [short]" in card
     assert "Not trained with these positions yet" in card
     assert "model.source=long model.new_head=true" in card
-    assert "has none and needs none" not in card  # the pooler stays
     assert "| `passage` | `passage: ` |" in card
     assert write_card(out) == card
 
@@ -102,10 +99,6 @@ def test_the_result_is_upcycled_as_any_source(lengthened: tuple[Path, Path], tmp
 @pytest.mark.parametrize("family", ["bert", "roberta"])
 def test_a_head_stays(family: str, tmp_path: Path) -> None:
     source = dense_checkpoint(tmp_path / "source", family, head="mlm", max_position_embeddings=32)
-    pooler = torch.rand(16, 16)
-    edit_weights(
-        source, **{f"{family}__pooler__dense__weight": pooler, f"{family}__pooler__dense__bias": torch.zeros(16)}
-    )
     out = lengthen(str(source), tmp_path / "out", length=64, rope_theta=500)
     with_head = AutoModelForMaskedLM.from_pretrained(out)
     tokens = torch.full((1, 64), 7)
@@ -114,7 +107,6 @@ def test_a_head_stays(family: str, tmp_path: Path) -> None:
     assert difference(one(tokens[:, :1]).logits, with_head(tokens[:, :1]).logits) <= 2e-6
     assert with_head(tokens).logits.shape == (1, 64, 60)
     assert with_head.config.rope_parameters["rope_theta"] == 500
-    assert AutoModel.from_pretrained(out).pooler.dense.weight.equal(pooler)
     assert "new_head" not in (out / "README.md").read_text()
     assert "--rope-theta 500" in read_steps(out)[-1]["command"]
     assert not any("position" in key for key in load_file(out / "model.safetensors"))
@@ -131,8 +123,6 @@ def test_a_head_stays(family: str, tmp_path: Path) -> None:
         ),
         ("mpnet", {}, "is a 'mpnet', but .* of the types bert, roberta, xlm-roberta, camembert"),
         ("bert", {"is_decoder": True}, "is a 'decoder', but"),
-        ("bert", {"max_position_embeddings": 64}, "takes texts of 64 tokens already: `--length` must be above that"),
-        ("roberta", {"max_position_embeddings": 65}, "takes texts of 64 tokens already"),  # after the padding's index
     ],
 )
 def test_what_does_not_suit_is_refused(family: str, settings: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -261,7 +261,7 @@ def test_the_plan_agrees_with_reality(dtype: str, layers: str | list[int], dense
     assert not any(tmp_path.iterdir())
     out = upcycle(str(dense), tmp_path / "out", dtype=dtype, layers=layers)
     tensors = tensors_in(out)
-    assert sum(plan.file_sizes) == sum(tensor.nbytes for tensor in tensors.values())
+    assert plan.size == sum(tensor.nbytes for tensor in tensors.values())
     assert plan.counts["total"] == sum(tensor.numel() for tensor in tensors.values())
     loaded = MoTEModel.from_pretrained(out)
     assert plan.counts == parameter_counts(loaded) == read_json(out / "mote.json")["steps"][0]["parameters"]
@@ -273,12 +273,11 @@ def test_the_plan_agrees_with_reality(dtype: str, layers: str | list[int], dense
 
 def test_weights_in_several_files(dense: Path, upcycled: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    plan = plan_upcycling(str(dense), out, max_shard_size="40KB")
     assert main(["upcycle", "--src", str(dense), "--out", str(out), "--max-shard-size", "40KB"]) == 0
     shards = sorted(out.glob("model-*.safetensors"))
-    assert plan.file_sizes == [sum(tensor.nbytes for tensor in load_file(path).values()) for path in shards]
-    assert len(shards) == 3
-    assert max(plan.file_sizes) <= 40_000
+    sizes = [sum(tensor.nbytes for tensor in load_file(path).values()) for path in shards]
+    assert len(sizes) == 3
+    assert max(sizes) <= 40_000
     assert set(read_json(out / "model.safetensors.index.json")["weight_map"].values()) == {path.name for path in shards}
     one, several = tensors_in(upcycled), tensors_in(out)
     assert one.keys() == several.keys()
@@ -295,7 +294,9 @@ def test_weights_in_several_files(dense: Path, upcycled: Path, tmp_path: Path) -
             ({"max_shard_size": size}, r"(?s)max_shard_size.*String should match pattern.*KMGT")
             for size in ("", "0GB", "-5GB", "5")
         ),
-        ({"preset": "nomic-v3"}, r"(?s)preset.*Input should be 'nomic-v2'.*'nomic-v3'"),
+        ({"routing": "text"}, r"(?s)routing.*Input should be 'task' or 'token'.*'text'"),
+        ({"max_active_dims": 3}, "max_active_dims cannot be chosen, it is a setting of sparse vectors"),
+        ({"num_experts": 3}, "num_experts cannot be chosen, it is a setting of token routing: add `--routing token`"),
     ],
 )
 def test_invalid_settings(settings: dict[str, Any], message: str, dense: Path, tmp_path: Path) -> None:
@@ -322,9 +323,9 @@ def test_a_dry_run_writes_nothing(
         "search_query \\(search_query, query\\)",
         "blocks: +1 of 2 have experts: 1",
         f"parameters: .* {plan.counts['total'] / 1e6:.1f} M in all",
-        f"weights: +{sum(plan.file_sizes) / 1e6:.1f} MB \\(float16\\), in files of ",
+        f"weights: +{plan.size / 1e6:.1f} MB \\(float16\\)",
         "out: +e5-mote",
-        "note: the source's prompt 'passage' belongs to no task; route it with `--task passage=EXPERT`",
+        "note: prompts of the source that belong to no task .*: 'passage'",
     ):
         assert re.search(line, printed), line
 
@@ -426,9 +427,10 @@ def test_any_text(text: str, trained: Path) -> None:
     assert np.isfinite(mote.encode([f"search_query: {text}", f"clustering: {text}"])).all()
 
 
-def test_the_preset_of_nomic_v2_begins_as_the_dense_model(tmp_path: Path) -> None:
+def test_a_token_routed_model_begins_as_the_dense_model(tmp_path: Path) -> None:
     source = dense_checkpoint(tmp_path / "source")
-    out = upcycle(str(source), tmp_path / "out", preset="nomic-v2", router_aux_loss_coef=0.5)
+    routing = {"routing": "token", "layers": "every_other", "num_experts": 8, "router_aux_loss_type": "megablocks"}
+    out = upcycle(str(source), tmp_path / "out", **routing, router_aux_loss_coef=0.5)
     config: Any = open_mote(str(out)).config
     assert (config.mote_layer_indices, config.num_experts, config.num_experts_per_tok) == ([1], 8, 2)
     assert (config.router_aux_loss_type, config.router_aux_loss_coef) == ("megablocks", 0.5)
@@ -438,10 +440,6 @@ def test_the_preset_of_nomic_v2_begins_as_the_dense_model(tmp_path: Path) -> Non
         model = AutoModel.from_pretrained(out, trust_remote_code=True)
         assert (model(**inputs).last_hidden_state - expected).abs().max() <= 2e-6
     assert model.blocks[0].feed_forward.experts.down_proj.shape[0] == 8
-    given = {"layers": "every", "num_experts": 4, "router_aux_loss_type": "equation_1"}  # the first is a default
-    every: Any = plan_upcycling(str(source), preset="nomic-v2", **given).config
-    assert (every.mote_layer_indices, every.num_experts, every.num_experts_per_tok) == ([0, 1], 4, 2)
-    assert (every.router_aux_loss_type, every.router_aux_loss_coef) == ("equation_1", 2.0)
 
 
 def test_an_exported_expert_can_be_upcycled_again(trained_folder: Path, tmp_path: Path) -> None:
@@ -483,7 +481,7 @@ def test_the_folder_of_task_experts_that_are_token_routed(
     assert plan.counts["active"] == of_source["active"] < of_source["total"]
     assert plan.counts == parameter_counts(mote.load(hierarchical))
     for line in (
-        "router: +each token through 2 of 4 experts, .* each task expert has its own",
+        "router: +each token through 2 of 4 experts; load balancing 0.005",
         "blocks: +2 of 2 have experts: 0, 1\n +token-routed: 1",
     ):
         assert re.search(line, str(plan)), line
@@ -505,8 +503,8 @@ def test_names_and_settings_of_a_token_routed_source(dense: Path, token_routed: 
     assert config.tasks == {"find": "find", "sort": "sort", "mail": "sort", "query": "find"}
     assert (config.instruction_of("mail"), config.pooling) == ("Mail: ", "cls")
     assert plan_upcycling(str(source), experts=["one"], layers=[1]).config.tasks == {"one": "one"}
-    for option in ({"routing": "token"}, {"num_experts": 4}, {"preset": "nomic-v2"}, {"layer_path": "layers"}):
-        with pytest.raises(ValueError, match=r"is already token-routed, so .* cannot be chosen: leave it out"):
+    for option in ({"routing": "token"}, {"num_experts": 4}, {"layer_path": "layers"}):
+        with pytest.raises(ValueError, match=r"cannot be chosen, .* is already token-routed: upcycle to task experts"):
             plan_upcycling(str(token_routed), **option)
 
 

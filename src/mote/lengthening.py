@@ -11,11 +11,10 @@ from transformers import (
     PreTrainedModel,
 )
 
-from mote.checkpoints.models import dense_without_weights, load_dense, load_tokenizer, quiet_transformers
+from mote.checkpoints.models import load_dense, load_tokenizer, quiet_transformers
 from mote.checkpoints.options import WriteOptions
-from mote.checkpoints.plain import longest_sequence
 from mote.checkpoints.provenance import command_line, new_step
-from mote.checkpoints.reading import Checkpoint, open_checkpoint
+from mote.checkpoints.reading import open_checkpoint
 from mote.checkpoints.tensors import read_shapes
 from mote.checkpoints.writing import Repository, require_writable
 from mote.files import read_json, write_json
@@ -64,7 +63,7 @@ def lengthen(
     XLM-R became mNomic-BERT in this way (arXiv:2502.07972, section 4.1). All weights but the positions are the source's
     and not adapted to the new positions until the model is pre-trained on texts of the new length. The result is a
     `jina_embeddings_v3`, XLM-R's architecture with rotary positions, which Transformers has natively. The source's head
-    for masked language modelling, its pooler, and its Sentence-Transformers modules and prompts are kept.
+    for masked language modelling, its Sentence-Transformers modules and its prompts are kept.
 
     Args:
         src: A BERT, RoBERTa, XLM-R or CamemBERT: a folder or an id on the Hub.
@@ -81,7 +80,7 @@ def lengthen(
         FileNotFoundError: If the source does not exist or has no weights.
         FileExistsError: If `out` is in use.
         OSError: If its disk is too small.
-        ValueError: If the source has another architecture, or already accepts texts of that length.
+        ValueError: If the source has another architecture.
         PermissionError: If the Hub refuses the push.
     """
     options = options or WriteOptions()
@@ -93,23 +92,22 @@ def lengthen(
             f"{source.name} is a {kind!r}, but `mote lengthen` takes encoders with learned positions, of the types "
             f"{', '.join(LENGTHENED)}"
         )
-    before = longest_sequence(dense_without_weights(source)[0])
-    assert before is not None
-    if length <= before:
-        raise ValueError(f"{source.name} takes texts of {before:,} tokens already: `--length` must be above that")
     repo_id = require_writable(target, options, source.folder)
     tokenizer = load_tokenizer(source)
-    dense, dropped = _load(source)
+    keys = read_shapes(source.weights)
+    # The result's head always has the activation "gelu", whatever the encoder's is, as RoBERTa's has.
+    with_head = any(
+        "lm_head.dense." in key or (_BERT_HEAD in key and source.config.hidden_act == "gelu") for key in keys
+    )
+    dense, dropped = load_dense(source, with_head=with_head)
     model = with_rotary_positions(dense, length, rope_theta)
-    head = model.base_model is not model
-    logger.info("%s: %d → %d tokens; %s", source.name, before, length, "its head stays" if head else "it has no head")
     settings = {"length": length, **({} if rope_theta == ROPE_THETA else {"rope_theta": rope_theta})}
     place = {} if out is None else {"out": target.resolve()}
     step = new_step(
         "lengthen",
         command=command_line("lengthen", source.public_name, **settings, **place),
         settings=settings,
-        made=f"rotary positions, for texts of up to {length:,} tokens, in place of the {before:,} learned ones of",
+        made=f"rotary positions, for texts of up to {length:,} tokens, in place of the learned ones of",
         dropped=dropped,
         parameters=model.num_parameters(),
     )
@@ -148,27 +146,14 @@ def with_rotary_positions(model: PreTrainedModel, length: int, rope_theta: float
         name = key.replace(prefix, "roberta.", 1) if prefix and key.startswith(prefix) else key
         for old, new in _NAMES.items():
             name = name.replace(old, new)
-        if not name.endswith((_POSITIONS, "pooler.dense.weight", "pooler.dense.bias")):
+        if not name.endswith(_POSITIONS) and "pooler." not in name:
             weights[name] = weight
     with quiet_transformers():
         result, info = native.from_pretrained(
             None, config=config, state_dict=weights, dtype=model.dtype, output_loading_info=True
         )
-    result.base_model.pooler = model.base_model.pooler
+    result.base_model.pooler = None
     missing = {key for key in info["missing_keys"] if "pooler." not in key}
     assert not missing | info["unexpected_keys"] | info["mismatched_keys"], info
     result.config._name_or_path = model.config._name_or_path
     return result.eval()
-
-
-def _load(source: Checkpoint) -> tuple[PreTrainedModel, list[str]]:
-    """Load the native model, with its pooler and head if it has them; name the keys of heads that are dropped."""
-    keys = read_shapes(source.weights)
-    dense, dropped = load_dense(source)
-    pooler: Any = dense.pooler if any(key.endswith("pooler.dense.weight") for key in keys) else None
-    # the result's head always has the activation "gelu", whatever the encoder's is, as RoBERTa's has
-    if any("lm_head.dense." in key or (_BERT_HEAD in key and source.config.hidden_act == "gelu") for key in keys):
-        dense, dropped = load_dense(source, with_head=True)
-        dropped = [key for key in dropped if "pooler." not in key]
-    dense.base_model.pooler = pooler
-    return dense, dropped

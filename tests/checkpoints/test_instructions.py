@@ -123,7 +123,6 @@ def test_definitions(dense: Path, tmp_path: Path) -> None:
     assert texts == {**dict.fromkeys(plan.config.tasks, ""), "search_query": find, "query": find}
     for options, message in [
         ({"definitions": {"sts": "a"}, "instructions": {"sts": "b"}}, "'sts' has an instruction and a definition"),
-        ({"template": "Do {definition}"}, "is for definitions, but there are none"),
         ({"definitions": {"sts": "a"}, "template": "{text} {definition}"}, "must hold {definition} once"),
     ]:
         with pytest.raises(ValueError, match=message):

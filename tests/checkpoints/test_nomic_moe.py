@@ -147,7 +147,7 @@ def test_weights_that_do_not_fit_are_refused(edit: dict[str, Any], message: str,
 
 @pytest.mark.parametrize("option", [{"experts": ["a"]}, {"layers": "every_other"}, {"norm_topk_prob": False}])
 def test_its_routing_cannot_be_chosen(option: dict[str, Any], published: Path) -> None:
-    told = f"so {next(iter(option))} cannot be chosen: .* For task experts, convert it first, and upcycle the result"
+    told = f"{next(iter(option))} cannot be chosen, .* For task experts, convert it first, and upcycle the result"
     with pytest.raises(ValueError, match=told):
         plan_upcycling(str(published), **option)
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from mote.checkpoints.models import load_tokenizer
 from mote.checkpoints.options import WriteOptions
 from mote.checkpoints.reading import open_mote
-from mote.checkpoints.st_settings import write_instruction_pooling
+from mote.checkpoints.st_settings import INSTRUCTION_POOLING, POOLED, write_instruction_pooling
 from mote.checkpoints.tokens import with_end_token
 from mote.checkpoints.transform import Verb, transform
+from mote.remote.configuration_mote import require_known
 
 if TYPE_CHECKING:
     from mote.remote.modeling_mote import MoTEModel
@@ -57,6 +58,8 @@ def configure(
         ValueError: If a task is unknown, an instruction belongs to another expert, or the source is on the Hub and
             there is no `out`.
     """
+    if instruction_pooling is not None:
+        require_known(instruction_pooling, POOLED, INSTRUCTION_POOLING)
     of_config = {
         "default_task": default_task,
         "route_by_text": route_by_text,

@@ -1,41 +1,56 @@
 """Config, pooling and vectors of the result of upcycling: from the options, else from the source."""
 
-from typing import Any
+from typing import Any, cast
 
 from mote.checkpoints import nv_embed
-from mote.checkpoints import sentence_transformers as st
 from mote.checkpoints.reading import ATTENTION_POOLING, TOKEN_ROUTED, Checkpoint, mote_class
 from mote.checkpoints.st_settings import Retrieval, retrieval_in, wanted_retrieval
 from mote.remote.architectures_mote import ARCHITECTURES
 from mote.remote.configuration_mote import UNSEEN_TASKS, MoTEConfig
 from mote.upcycling.options import POOLING_BY_ATTENTION, POOLING_SIZES, TOKEN_ROUTING, UpcyclingOptions
 
-# Kind of source → what its files determine, why, and what to do instead.
+# Kind of source → settings that its files determine, and why.
 _FIXED = {
     "nv_embed": (
-        ("pooling", *POOLING_SIZES, "routing"),
+        ("pooling", *POOLING_SIZES, "routing", "retrieval"),
         "pools by latent attention, whose weights are in its files",
-        "",
     ),
     TOKEN_ROUTED: (
         ("routing", "layer_path", "shared_modules", *TOKEN_ROUTING, *POOLING_SIZES),
-        "is already token-routed",
-        ", and upcycle to task experts, each of which is token-routed like the source",
+        "is already token-routed: upcycle to task experts, each of which is token-routed like the source",
     ),
     "nomic_moe": (
         ("experts", "layers", "layer_path", "shared_modules", *TOKEN_ROUTING, *POOLING_SIZES),
-        "is already a mixture of token-routed experts",
-        ". For task experts, convert it first, and upcycle the result: `mote upcycle --src DIR --expert …`",
+        "is already a mixture of token-routed experts. For task experts, convert it first, and upcycle the result: "
+        "`mote upcycle --src DIR --expert …`",
     ),
 }
 
 
-def refuse_fixed(options: UpcyclingOptions, source: Checkpoint) -> None:
-    """Raise `ValueError` if the options choose something that the source's files determine."""
-    fixed, why, instead = _FIXED.get(_kind_of(source), ((), "", ""))
-    for name in fixed:
-        if name in options.changed():
-            raise ValueError(f"{source.name} {why}, so {name} cannot be chosen: leave it out{instead}")
+def refuse_unused(options: UpcyclingOptions, source: Checkpoint, pooling: str, retrieval: Retrieval) -> None:
+    """Raise `ValueError` if the options choose what the source's files determine, or what has no effect."""
+    unused: dict[str, str] = {}
+    if options.routing != "token":
+        add = "add `--routing token` (in a recipe, model.kind=token_routed)"
+        unused |= dict.fromkeys(TOKEN_ROUTING, f"it is a setting of token routing: {add}")
+    if retrieval.kind == "dense":
+        of_sparse = "it is a setting of sparse vectors: add `--retrieval sparse`"
+        unused |= dict.fromkeys(("sparse_from", "max_active_dims"), of_sparse)
+    of_attention = "it is a setting of pooling by attention: add `--pooling latent_attention`"
+    if pooling not in POOLING_BY_ATTENTION:
+        unused |= dict.fromkeys(POOLING_SIZES, of_attention)
+    else:
+        if pooling != "latent_attention":
+            unused["pooling_latents"] = of_attention
+        if options.routing == "token":
+            unused["pooling"] = f"pooling by {pooling!r} needs task experts: leave out `--routing token`"
+        if retrieval.kind != "dense":
+            unused["pooling"] = f"pooling by {pooling!r} makes dense vectors, but the retrieval is {retrieval.kind}"
+    fixed, why = _FIXED.get(_kind_of(source), ((), ""))
+    unused |= dict.fromkeys(fixed, f"{source.name} {why}")
+    for name in options.changed():
+        if name in unused:
+            raise ValueError(f"{name} cannot be chosen, {unused[name]}")
 
 
 def _kind_of(source: Checkpoint) -> str:
@@ -55,18 +70,6 @@ def as_published(options: UpcyclingOptions, source: Checkpoint) -> UpcyclingOpti
     return options.updated(**changes, tasks=tasks)
 
 
-def pooling_of(options: UpcyclingOptions, source: Checkpoint, retrieval: Retrieval) -> str:
-    """Return the pooling of the result: from the options, else from the source.
-
-    Raises:
-        ValueError: If the pooling makes another kind of vectors.
-    """
-    pooling = options.pooling or st.source_pooling(source)
-    if pooling in POOLING_BY_ATTENTION and retrieval.kind != "dense":
-        raise ValueError(f"Pooling by {pooling!r} makes dense vectors, but the retrieval is {retrieval.kind}")
-    return str(pooling)
-
-
 def retrieval_of(options: UpcyclingOptions, source: Checkpoint) -> Retrieval:
     """Return the vectors of the result: from the options, else from the source.
 
@@ -75,76 +78,46 @@ def retrieval_of(options: UpcyclingOptions, source: Checkpoint) -> Retrieval:
     """
     own = retrieval_in(source.folder)
     wanted = wanted_retrieval(own, options.retrieval, options.sparse_from, options.max_active_dims)
-    if wanted.kind != "dense":
-        return wanted
-    if options.sparse_from or options.max_active_dims is not None:
-        raise ValueError("sparse_from and max_active_dims are settings of sparse vectors: add `--retrieval sparse`")
-    if own.kind != "dense":
+    if wanted.kind == "dense" and own.kind != "dense":
         raise ValueError(f"{source.name} gives {own.kind} vectors, and has no pooling for dense ones")
-    return own
+    return own if wanted.kind == "dense" else wanted
 
 
 def config_of(options: UpcyclingOptions, source: Checkpoint, pooling: str) -> MoTEConfig:
-    """Return the config of the result, not validated, and without instructions.
-
-    Raises:
-        ValueError: If options contradict each other or the source.
-    """
-    tasks = with_unseen_tasks(options.tasks)
-    if _kind_of(source) == "nomic_moe":
-        settings = {"tasks": tasks, "default_task": options.default_task, "pooling": pooling}
-        return type(source.config)(**{**source.config.to_dict(), **settings})  # type: ignore[return-value]
-    if _kind_of(source) == TOKEN_ROUTED:
-        return _hierarchical_config(options, source, pooling)
-    return _config(options, source, pooling)
-
-
-def _config(options: UpcyclingOptions, source: Checkpoint, pooling: str) -> MoTEConfig:
-    by_attention, by_token = pooling in POOLING_BY_ATTENTION, options.routing == "token"
-    if by_attention and by_token:
-        raise ValueError(f"Pooling by {pooling!r} needs task experts: leave out `--routing token`")
-    for name in TOKEN_ROUTING if not by_token else ():
-        if name in options.changed():
-            raise ValueError(
-                f"{name} is a setting of token routing: add `--routing token` (in a recipe, model.kind=token_routed), "
-                "or leave it out"
-            )
-    sizes = {name: size for name in POOLING_SIZES if (size := getattr(options, name)) is not None}
-    for name in sizes:
-        if not by_attention or (name == "pooling_latents" and pooling != "latent_attention"):
-            raise ValueError(f"{name} is a setting of pooling by attention: add `--pooling latent_attention`")
-    layer_path, shared = options.layer_path, options.shared_modules
-    if shared is not None and layer_path is None and source.config.model_type in ARCHITECTURES:
-        layer_path = ARCHITECTURES[source.config.model_type].layer_path
-    model_type = ATTENTION_POOLING if by_attention else TOKEN_ROUTED if by_token else "mote"
-    return mote_class(model_type, "config")(
-        backbone_config=source.config,
+    """Return the config of the result, not validated, and without instructions of its own."""
+    kind, backbone = _kind_of(source), cast(Any, source.config)
+    experts, tasks = options.experts, options.tasks
+    if kind == "nomic_moe":
+        settings = {"tasks": with_unseen_tasks(tasks), "default_task": options.default_task, "pooling": pooling}
+        return cast(MoTEConfig, type(backbone)(**{**backbone.to_dict(), **settings}))
+    layer_path = options.layer_path
+    if options.shared_modules is not None and layer_path is None and backbone.model_type in ARCHITECTURES:
+        layer_path = ARCHITECTURES[backbone.model_type].layer_path
+    more: dict[str, Any] = {name: getattr(options, name) for name in (*TOKEN_ROUTING, *POOLING_SIZES)}
+    if pooling in POOLING_BY_ATTENTION:
+        model_type = ATTENTION_POOLING
+    elif options.routing == "token":
+        model_type = TOKEN_ROUTED
+    elif kind == TOKEN_ROUTED:
+        model_type = "mote_hierarchical"
+    else:
+        model_type = "mote"
+    inherits = kind == TOKEN_ROUTED and experts is None
+    if inherits:
+        experts, tasks = backbone.experts, {**backbone.tasks, **tasks}
+    config = mote_class(model_type, "config")(
+        backbone_config=backbone,
         pooling=pooling,
-        experts=options.experts,
-        tasks=with_unseen_tasks(options.tasks),
-        mote_layers=options.layers,
+        experts=experts,
+        tasks=with_unseen_tasks(tasks),
+        mote_layers=options.layers or "every",
         default_task=options.default_task,
         layer_path=layer_path,
-        shared_modules=shared,
-        **sizes,
-        **({name: getattr(options, name) for name in TOKEN_ROUTING} if by_token else {}),
+        shared_modules=options.shared_modules,
+        **{name: value for name, value in more.items() if value is not None},
     )
-
-
-def _hierarchical_config(options: UpcyclingOptions, source: Checkpoint, pooling: str) -> MoTEConfig:
-    """Return the config of task experts that are token-routed like their source."""
-    routed: Any = source.config
-    inherited = routed.tasks if options.experts is None else {}
-    config = mote_class("mote_hierarchical", "config")(
-        backbone_config=routed,
-        pooling=pooling,
-        experts=options.experts or routed.experts,
-        tasks=with_unseen_tasks({**inherited, **options.tasks}),
-        mote_layers=options.layers,
-        default_task=options.default_task,
-    )
-    if options.experts is None:
-        config.instructions = {**routed.instructions}  # validated with those of the prompts
+    if inherits:
+        config.instructions = {**backbone.instructions}  # validated with those of the prompts
     return config
 
 

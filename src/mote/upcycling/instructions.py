@@ -18,8 +18,6 @@ def instructions_of(options: UpcyclingOptions, config: MoTEConfig, of_source: di
     definitions = options.definitions
     if both := sorted(given.keys() & definitions.keys()):
         raise ValueError(f"The task {both[0]!r} has an instruction and a definition: give one of the two")
-    if options.template is not None and not definitions:
-        raise ValueError("A template is for definitions, but there are none: add `--definition TASK=TEXT`")
     made = {task: instruction_with(definition, options.template) for task, definition in definitions.items()}
     papers = PAPER_INSTRUCTIONS if made else {}
     own = {task: text for task, text in config.instructions.items() if text != papers.get(task)}

@@ -3,33 +3,10 @@
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
-from typing_extensions import Self
 
 from mote.checkpoints.options import WriteOptions
 from mote.settings import Settings
 
-# What a setting that is None stands for, unless a preset says otherwise.
-DEFAULTS: dict[str, Any] = {
-    "routing": "task",
-    "layers": "every",
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "router_aux_loss_coef": 0.005,
-    "router_aux_loss_type": "equation_1",
-}
-# Nomic Embed v2 as it was trained (arXiv:2502.07972, section 4.3), except for its upcycling, which drops biases and
-# does not scale the experts' weights, so that it does not start as the dense model; here it does. A step there adds the
-# load-balancing losses of queries and documents, each times 1; here it has their mean, times 2.
-PRESETS: dict[str, dict[str, Any]] = {
-    "nomic-v2": {
-        "routing": "token",
-        "layers": "every_other",
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "router_aux_loss_coef": 2.0,
-        "router_aux_loss_type": "megablocks",
-    }
-}
 TOKEN_ROUTING = (
     "num_experts",
     "num_experts_per_tok",
@@ -115,8 +92,7 @@ class UpcyclingOptions(WriteOptions, MoTESettings):
         layer_path: Path of the list of layers, for an architecture that is not in MoTE's table.
         shared_modules: Paths of the submodules of a layer that all experts share; `[]`: none. With `layer_path`: the
             attention. Default: the table's.
-        routing: What picks the expert: the `task` of a text (the default), or a learned router for each `token`.
-        preset: Defaults for settings that are not given; `nomic-v2`: 8 experts in every second layer, 2 per token.
+        routing: What picks the expert: the `task` of a text, or a learned router for each `token`.
         with_head: Keep the source's head for masked language modelling: the result is a `MoTEForMaskedLM`.
         retrieval: Vectors of the result: `dense`, `sparse` (a Sentence-Transformers `SparseEncoder`), or `hybrid`, both
             from one pass. Default: the source's.
@@ -131,8 +107,7 @@ class UpcyclingOptions(WriteOptions, MoTESettings):
 
     default_task: str | None = None
     layer_path: str | None = None
-    routing: Literal["task", "token"] | None = None
-    preset: Literal["nomic-v2"] | None = None
+    routing: Literal["task", "token"] = "task"
     with_head: bool = False
     retrieval: Literal["dense", "sparse", "hybrid"] | None = None
     sparse_from: Literal["head", "embeddings"] | None = None
@@ -143,11 +118,5 @@ class UpcyclingOptions(WriteOptions, MoTESettings):
 
     def changed(self) -> dict[str, Any]:
         """Return the settings that differ from their defaults."""
-        defaults = {**{name: field.default for name, field in type(self).model_fields.items()}, **DEFAULTS}
+        defaults = {name: field.default for name, field in type(self).model_fields.items()} | {"layers": "every"}
         return {name: value for name, value in self if value not in (defaults[name], None)}
-
-    def complete(self) -> Self:
-        """Return the settings, completed from the preset, then from the defaults."""
-        filled = {**DEFAULTS, **PRESETS.get(str(self.preset), {})}
-        missing = {name: value for name, value in filled.items() if getattr(self, name) is None}
-        return self.updated(preset=None, **missing)

@@ -1,11 +1,10 @@
 """What upcycling will write, determined without reading weights."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
 
 from mote.checkpoints import sentence_transformers as st
 from mote.checkpoints.bidirectional import is_bidirectional, make_bidirectional
@@ -13,14 +12,14 @@ from mote.checkpoints.reading import Checkpoint, mote_class, open_dense, stored_
 from mote.checkpoints.st_settings import Retrieval, require_poolable
 from mote.checkpoints.tensors import parameter_counts, token_routing
 from mote.remote.configuration_mote import MoTEConfig
-from mote.reporting import Report, megabytes, millions, table
-from mote.upcycling.configs import as_published, config_of, pooling_of, refuse_fixed, retrieval_of
+from mote.reporting import megabytes, millions
+from mote.upcycling.configs import as_published, config_of, refuse_unused, retrieval_of
 from mote.upcycling.instructions import instructions_from, instructions_of
 from mote.upcycling.options import UpcyclingOptions
 
 
 @dataclass(repr=False)
-class UpcyclingPlan(Report):
+class UpcyclingPlan:
     """Plan of upcycling.
 
     Attributes:
@@ -28,77 +27,68 @@ class UpcyclingPlan(Report):
         config: Config of the MoTE.
         out: Folder of the result.
         counts: Parameters, as from `parameter_counts`.
-        file_sizes: Bytes of each weight file.
+        size: Bytes of the weights.
         retrieval: The vectors that the result gives.
         with_head: Whether the result has a head for masked language modelling.
-        notes: Remarks for the user.
+        unrouted: Names of the source's prompts that belong to no task.
     """
 
     source: Checkpoint
     config: MoTEConfig
     out: Path
     counts: dict[str, Any]
-    file_sizes: list[int]
+    size: int
     retrieval: Retrieval
     with_head: bool
-    notes: list[str] = field(default_factory=list)
+    unrouted: list[str]
 
-    def __str__(self) -> str:
-        """Lay out the plan in lines."""
-        lines = [
-            f"{name + ':' if index == 0 else '':<18} {text}"
-            for name, texts in self._lines().items()
-            for index, text in enumerate(texts)
-        ]
-        return "\n".join(lines + self.notes)
+    def __repr__(self) -> str:
+        """Lay out the plan in lines, as `print` does, too."""
+        lines = [f"{name + ':' if name else '':<18} {text}" for name, text in self._rows()]
+        if self.unrouted:
+            names = ", ".join(map(repr, self.unrouted))
+            lines.append(f"note: prompts of the source that belong to no task (`--task NAME=EXPERT`): {names}")
+        return "\n".join(lines)
 
-    def to_markdown(self) -> str:
-        """Format as Markdown."""
-        rows = table(["", ""], [(name, "; ".join(texts)) for name, texts in self._lines().items()], align="ll")
-        return "\n\n".join([rows, *self.notes])
-
-    def _lines(self) -> dict[str, list[str]]:
+    def _rows(self) -> list[tuple[str, str]]:
+        """Return title and text of each line; a line without a title continues the one before."""
         config, counts = self.config, self.counts
-        experts = [
-            f"{expert} ({', '.join(task for task, to in config.tasks.items() if to == expert)})"
-            for expert in config.experts
-        ]
-        groups = "experts (tasks)" if config.routes_by_task else "tasks"
-        layers = config.mote_layer_indices
         weights = ", ".join(path.name for path in self.source.weights)
+        rows = [("source", f"{self.source.name} ({config.backbone_config.model_type}, {weights})")]
         routing: Any = token_routing(config)
-        blocks = [f"{len(layers)} of {config.num_hidden_layers} have experts: {', '.join(map(str, layers))}"]
+        if routing is not None:
+            rows.append(("router", _router(routing)))
+        if not getattr(config.backbone_config, "is_causal", True):
+            rows.append(("attention", "in both directions"))
+        title = "experts (tasks)" if config.routes_by_task else "tasks"
+        for expert in config.experts:
+            tasks = [task for task, to in config.tasks.items() if to == expert]
+            rows.append((title if expert == config.experts[0] else "", f"{expert} ({', '.join(tasks)})"))
+        if self.retrieval.kind != "dense":
+            rows.append(("vectors", str(self.retrieval)))
+        layers = config.mote_layer_indices
+        blocks = f"{len(layers)} of {config.num_hidden_layers} have experts: {', '.join(map(str, layers))}"
+        rows.append(("blocks", blocks))
         if config.routes_by_task and routing is not None:
-            blocks.append(f"token-routed: {', '.join(map(str, routing.mote_layer_indices))}")
-        return {
-            "source": [f"{self.source.name} ({config.backbone_config.model_type}, {weights})"],
-            **({} if routing is None else {"router": [_router(config)]}),
-            **({} if getattr(config.backbone_config, "is_causal", True) else {"attention": ["in both directions"]}),
-            groups: experts,
-            **({} if self.retrieval.kind == "dense" else {"vectors": [str(self.retrieval)]}),
-            "blocks": blocks,
-            "parameters": [
-                f"{millions(counts['active'])} active, {millions(counts['total'])} in all: "
-                f"{millions(counts['shared'])} shared, and per expert {millions(max(counts['experts'].values()))}"
-            ],
-            "weights": [
-                f"{megabytes(sum(self.file_sizes))} ({str(config.dtype).removeprefix('torch.')}), in files of "
-                f"{', '.join(map(megabytes, self.file_sizes))}"
-            ],
-            "out": [str(self.out)],
-        }
+            rows.append(("", f"token-routed: {', '.join(map(str, routing.mote_layer_indices))}"))
+        active, total, shared = (millions(counts[name]) for name in ("active", "total", "shared"))
+        each = millions(max(counts["experts"].values()))
+        dtype = str(config.dtype).removeprefix("torch.")
+        return [
+            *rows,
+            ("parameters", f"{active} active, {total} in all: {shared} shared, and per expert {each}"),
+            ("weights", f"{megabytes(self.size)} ({dtype})"),
+            ("out", str(self.out)),
+        ]
 
 
-def _router(config: Any) -> str:
+def _router(routing: Any) -> str:
     """Describe token routing."""
-    routing: Any = token_routing(config)
-    role = "each task expert has its own" if config.routes_by_task else "a task only determines the instruction"
-    weights = "weights that sum to 1" if routing.norm_topk_prob else "the router's probabilities as weights"
-    learns = routing.num_experts_per_tok > 1 or not routing.norm_topk_prob
-    warning = "" if learns else "; with one expert per token these are all 1, and the router only learns to balance"
+    always_one = routing.num_experts_per_tok == 1 and routing.norm_topk_prob
+    warning = ", whose weight is always 1: the router only learns to balance" if always_one else ""
     return (
-        f"each token through {routing.num_experts_per_tok} of {routing.num_experts} experts, with {weights}{warning}; "
-        f"load balancing {routing.router_aux_loss_coef:g} ({routing.router_aux_loss_type}); {role}"
+        f"each token through {routing.num_experts_per_tok} of {routing.num_experts} experts{warning}; "
+        f"load balancing {routing.router_aux_loss_coef:g} ({routing.router_aux_loss_type})"
     )
 
 
@@ -112,18 +102,24 @@ def plan_upcycling(
 
     Takes the arguments of `upcycle`, and raises its errors about the source and settings.
     """
-    options = (options or UpcyclingOptions()).updated(**settings).complete()
-    source, options = _opened(src, options)
+    options = (options or UpcyclingOptions()).updated(**settings)
+    source = src if isinstance(src, Checkpoint) else open_dense(str(src), options.revision)
+    if options.bidirectional or is_bidirectional(source.config):
+        source = replace(source, config=make_bidirectional(source.config, source.name))
     retrieval = retrieval_of(options, source)
+    refuse_unused(options, source, str(options.pooling or st.source_pooling(source)), retrieval)
+    if source.format == "nv_embed":
+        options = as_published(options, source)
     if options.instruction_pooling is not None:
         require_poolable(options.instruction_pooling, retrieval.kind)
     with_head = options.with_head or retrieval.needs_head
     if with_head and source.format == "nomic_moe":
-        remedy = "leave out `--with-head`" if options.with_head else "add `--sparse-from embeddings`"
-        raise ValueError(f"{source.name} has no head for masked language modelling: {remedy}")
+        raise ValueError(
+            f"{source.name} has no head for masked language modelling: leave out `--with-head`, or add "
+            "`--sparse-from embeddings`"
+        )
     prompts = st.source_prompts(source)
-    pooling = pooling_of(options, source, retrieval)
-    config = config_of(options, source, pooling)
+    config = config_of(options, source, str(options.pooling or st.source_pooling(source)))
     of_source = instructions_from(prompts, config)
     config.instructions = instructions_of(options, config, of_source)
     try:
@@ -139,33 +135,15 @@ def plan_upcycling(
     with torch.device("meta"):
         kind: Any = "masked_lm" if with_head else "model"
         model = mote_class(config.model_type, kind)(config).to(dtype=config.dtype)
-    weights = {name: weight for name, weight in model.state_dict().items() if name not in model.all_tied_weights_keys}
-    shards = split_torch_state_dict_into_shards(weights, max_shard_size=options.max_shard_size).filename_to_tensors
+    weights = [weight for name, weight in model.state_dict().items() if name not in model.all_tied_weights_keys]
     return UpcyclingPlan(
         source=source,
         config=config,
         # nomic-ai/nomic-bert-2048 → nomic-bert-2048-mote
         out=Path(out or f"{Path(source.name).resolve().name}-mote"),
         counts=parameter_counts(model),
-        file_sizes=[sum(weights[key].nbytes for key in keys) for keys in shards.values()],
+        size=sum(weight.nbytes for weight in weights),
         retrieval=retrieval,
         with_head=with_head,
-        notes=_notes(sorted(prompts.keys() - st.prompts_of(config).keys())),
+        unrouted=sorted(prompts.keys() - st.prompts_of(config).keys()),
     )
-
-
-def _opened(src: str | Path | Checkpoint, options: UpcyclingOptions) -> tuple[Checkpoint, UpcyclingOptions]:
-    """Open the source, bidirectional if requested; return it with the options, completed for this source."""
-    source = src if isinstance(src, Checkpoint) else open_dense(str(src), options.revision)
-    refuse_fixed(options, source)
-    if options.bidirectional or is_bidirectional(source.config):
-        source = replace(source, config=make_bidirectional(source.config, source.name))
-    return source, as_published(options, source) if source.format == "nv_embed" else options
-
-
-def _notes(prompts: list[str]) -> list[str]:
-    """Return a note on prompts of the source that belong to no task."""
-    if len(prompts) > 5:
-        return [f"note: {len(prompts)} of the source's prompts, such as {prompts[0]!r}, belong to no task and are kept"]
-    note = "note: the source's prompt {0!r} belongs to no task; route it with `--task {0}=EXPERT`"
-    return [note.format(name) for name in prompts]

@@ -43,15 +43,8 @@ def upcycle(
 
     Returns:
         The folder.
-
-    Raises:
-        FileNotFoundError: If the source does not exist or has no weights.
-        FileExistsError: If `out` is in use.
-        OSError: If its disk is too small.
-        ValueError: If the source is not supported, or a setting is invalid.
-        PermissionError: If the Hub refuses the push.
     """
-    options = (options or UpcyclingOptions()).updated(**settings).complete()
+    options = (options or UpcyclingOptions()).updated(**settings)
     plan = plan_upcycling(src, out, options)
     source, pooled = plan.source, options.instruction_pooling
     repo_id = require_writable(plan.out, options, source.folder)
