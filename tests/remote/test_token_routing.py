@@ -460,8 +460,8 @@ def test_the_loss_reaches_a_training_that_does_not_know_it(trained_folder: Path,
 
 def test_the_plan() -> None:
     for settings, sentence in (
-        ({}, "each token through 2 of 4 experts, with weights that sum to 1; load balancing 0.005"),
-        ({"norm_topk_prob": False, "num_experts_per_tok": 1}, "with the router's probabilities as weights"),
-        ({"num_experts_per_tok": 1}, "these are all 1, and the router only learns to balance"),
+        ({}, "each token through 2 of 4 experts; load balancing 0.005"),
+        ({"norm_topk_prob": False, "num_experts_per_tok": 1}, "each token through 1 of 4 experts; load balancing"),
+        ({"num_experts_per_tok": 1}, "whose weight is always 1: the router only learns to balance"),
     ):
         assert sentence in str(plan_upcycling(SMALL_ENCODER, routing="token", **settings))
