@@ -97,17 +97,17 @@ class Pretraining(nn.Module):
         """Compute the losses of a batch.
 
         Args:
-            input_ids: Masked texts, [B, L].
-            attention_mask: 1 for tokens, 0 for padding on the right, [B, L].
-            labels: The tokens to predict, and -100 where none is, [B, L].
-            token_type_ids: [B, L].
+            input_ids: Masked texts, [B, L], as are the next three.
+            attention_mask: 1 for tokens, 0 for padding on the right.
+            labels: The tokens to predict, -100 elsewhere.
+            token_type_ids: As the backbone takes them.
             task_ids: Index of each text's task, [B].
-            decoder_input_ids: The context of each text, [B, C], with `cot-mae`, as are the next two. In place of the
-                first token the decoder reads the vector.
-            decoder_attention_mask: [B, C].
-            decoder_labels: As `labels`, [B, C].
+            decoder_input_ids: Contexts, [B, C], as are the next two; the decoder reads the vector in place of the first
+                token.
+            decoder_attention_mask: As for the texts.
+            decoder_labels: As for the texts.
         """
-        # Without the head, which is then given only the tokens that need it: at a small width it costs the most.
+        # Encoded without the head, which then gets only the tokens to predict: at a small width it costs the most.
         texts = (input_ids, attention_mask, token_type_ids)
         if self.same_passes and self.training and task_ids is not None:
             states, vectors = self._encode_by_every_expert(*texts, task_ids)
@@ -145,7 +145,7 @@ class Pretraining(nn.Module):
     def _encode_by_every_expert(
         self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None, task_ids: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Encode texts; an expert without any gets the first text, whose result is discarded."""
+        """Encode texts; an expert without texts gets the first one, whose result is discarded."""
         config = self.model.config
         tasks = list(config.tasks)
         experts = [config.expert_of(tasks[index]) for index in task_ids.tolist()]

@@ -10,29 +10,20 @@ from transformers import PreTrainedTokenizerBase
 from mote.training.pretraining_recipe import SpanSettings
 
 KINDS = ("nearby", "random", "overlap")
-REACH = 100
-"""Spans on either side, among which a random one is drawn."""
+REACH = 100  # spans on either side, among which a random one is drawn
 
 _SENTENCE_END = re.compile(r"(?<=[.!?…])[\"'”’)\]]*\s+|\s*\n\s*|(?<=[。！？])")  # noqa: RUF001  # so intended
 
 
 @dataclass(frozen=True)
 class SplitDocument:
-    """A text that was split into sentences, grouped into spans.
-
-    Attributes:
-        text: The text.
-        sentences: Start and end of each sentence in the text.
-        lengths: Tokens of each sentence.
-        spans: First sentence of each span, and the one after its last.
-        longest: Approximate number of tokens in a span.
-    """
+    """A text that was split into sentences, grouped into spans."""
 
     text: str
-    sentences: tuple[tuple[int, int], ...]
-    lengths: tuple[int, ...]
-    spans: tuple[tuple[int, int], ...]
-    longest: int
+    sentences: tuple[tuple[int, int], ...]  # start and end of each in the text
+    lengths: tuple[int, ...]  # tokens of each sentence
+    spans: tuple[tuple[int, int], ...]  # first sentence of each, and the one after its last
+    longest: int  # approximate number of tokens in a span
 
     def __str__(self) -> str:
         return self.text
@@ -43,12 +34,7 @@ class SplitDocument:
         return self.text[self.sentences[first][0] : self.sentences[end - 1][1]]
 
     def draw(self, kind: str, rng: random.Random) -> tuple[str, str]:
-        """Draw a span and a context for it.
-
-        Args:
-            kind: `nearby`, `random`, `overlap`, or `mixed`, one of these.
-            rng: Random generator.
-        """
+        """Draw a span and a context for it: `nearby`, `random`, `overlap`, or `mixed`, one of these."""
         anchor = rng.randrange(len(self.spans))
         if kind == "mixed":
             kind = rng.choice(KINDS)
@@ -77,17 +63,7 @@ class SplitDocument:
 def split_into_spans(
     text: str, tokenizer: PreTrainedTokenizerBase, settings: SpanSettings, seed: object
 ) -> SplitDocument | None:
-    """Split a text into sentences, and group these into spans: sentences are added until a span is long enough.
-
-    Args:
-        text: The text.
-        tokenizer: Tokenizer of the model, for lengths.
-        settings: How long spans are.
-        seed: Seed of the shorter spans.
-
-    Returns:
-        The document; None if it is too short for two spans.
-    """
+    """Split a text into sentences, and add these to a span until it is long enough; None if there are not two spans."""
     ends = [match.end() for match in _SENTENCE_END.finditer(text)]
     sentences = tuple((a, b) for a, b in pairwise(dict.fromkeys([0, *ends, len(text)])) if text[a:b].strip())
     if len(sentences) < 2:

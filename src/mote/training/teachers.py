@@ -60,7 +60,6 @@ class TeacherEmbeddings:
 
         Raises:
             ValueError: If an embedding is non-finite.
-            OSError: If the cache cannot be written.
         """
         prompts = {name: self.settings.prompts.get(name) for name in columns}  # type: ignore[call-overload]
         digest = blake2b(repr((self.identity, prompts, CHUNK)).encode(), digest_size=16)
