@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
-from typing import Literal
 
 from rich import box
 from rich.console import Console
@@ -121,14 +120,12 @@ def _unique_end(path: tuple[str, ...], others: Sequence[tuple[str, ...]]) -> tup
 
 
 class ConsoleHandler(logging.Handler):
-    """Log lines on the terminal: progress to stdout (or wherever `progress` says), warnings and errors to stderr."""
-
-    progress: Literal["stdout", "stderr"] = "stdout"
+    """Log lines on the terminal: progress to stdout, warnings and errors to stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the record to the current stream, which tests and notebooks replace."""
         warned = record.levelno >= logging.WARNING
-        stream = sys.stderr if warned or self.progress == "stderr" else sys.stdout
+        stream = sys.stderr if warned else sys.stdout
         prefix = f"{record.levelname.lower()}: " if warned else ""
         stream.write(f"{prefix}{self.format(record)}\n")
         stream.flush()

@@ -5,10 +5,19 @@ A field has its name, type and default; the class's docstring describes it under
 
 import inspect
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from typing_extensions import Self
+
+
+def alternatives(name: str, known: Iterable[str]) -> str:
+    """Return the end of an error message about an unknown `name`: the nearest known name, then all known names."""
+    # Imports transformers, for which `mote --help` should not wait.
+    from mote.remote import configuration_mote
+
+    return configuration_mote.alternatives(name, known)
 
 
 class Settings(BaseModel):
@@ -21,9 +30,6 @@ class Settings(BaseModel):
     def _refuse_unknown_keys(cls, settings: Any) -> Any:
         for key in settings if isinstance(settings, dict) and cls.model_config["extra"] == "forbid" else ():
             if key not in cls.model_fields:
-                # Imports transformers, for which `mote --help` should not wait.
-                from mote.remote.configuration_mote import alternatives
-
                 raise ValueError(f"unknown key {key!r}." + alternatives(key, cls.model_fields))
         return settings
 

@@ -20,7 +20,6 @@ import mote
 from mote.reporting import console_logging
 
 _COMPLETION = "--install-completion"
-_NO_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"  # read by huggingface_hub and transformers when they are imported
 
 
 @dataclass
@@ -32,7 +31,7 @@ class Verb:
         help: Its line in `mote --help`.
         extra: Extra of the package that it needs.
         on_disk: Whether the function takes a model in memory, which `mote.transform` reads and writes.
-        report: Whether its result is printed, also as JSON.
+        report: Whether its result is printed.
         settings: `module:name` of the function whose keyword arguments its `**settings` stand for.
         fixed: Parameters of the function that are not on the command line, and their values.
     """
@@ -65,9 +64,9 @@ VERBS = {
     ),
     "evaluate": Verb("cli.verbs:evaluate", "Score models with MTEB.", "evaluate", report=True),
     "analyze": Verb("cli.verbs:analyze", "Show how far experts have specialised.", "evaluate", report=True),
-    "embed": Verb("cli.verbs:embed", "Embed a corpus into sharded parquet files.", "corpora"),
-    "mine": Verb("cli.verbs:mine", "Mine hard negatives for datasets of pairs.", "corpora"),
-    "filter": Verb("cli.verbs:filter_pairs", "Drop the pairs that a model does not confirm.", "corpora"),
+    "embed": Verb("corpora.embed:embed_corpus", "Embed a corpus into sharded parquet files.", "corpora"),
+    "mine": Verb("corpora.mining:mine_negatives", "Mine hard negatives for datasets of pairs.", "corpora"),
+    "filter": Verb("corpora.filtering:filter_pairs", "Drop the pairs that a model does not confirm.", "corpora"),
     "average": Verb("experts:average", "Average the experts into a dense model.", on_disk=True),
     "interpolate": Verb("experts:interpolate", "Move experts towards their mean.", on_disk=True),
     "export": Verb("cli.verbs:export", "Write one expert as a dense model."),
@@ -129,7 +128,8 @@ def _launch(
     """
     console_logging(logging.DEBUG if debug else logging.WARNING if quiet else logging.INFO)
     if quiet:
-        os.environ.setdefault(_NO_BARS, "1")
+        # Read by huggingface_hub and transformers when they are imported.
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     app(words, exit_on_error=False, print_error=False)
 
 
@@ -137,29 +137,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        argv: Arguments after the program's name. Default: those of the process, which runs nothing else afterwards:
-            once the command is done, signals end the process silently.
+        argv: Arguments after the program's name. Default: those of the process.
 
     Returns:
         The exit status: 0; 1 after an error and 2 after a usage error, which are printed in one line; 130 or 143 after
         SIGINT or SIGTERM.
     """
-    root = logging.getLogger("mote")
-    level = root.level
-    console = console_logging()
-    bars = os.environ.get(_NO_BARS)
+    logger = logging.getLogger("mote")
+    level, console = logger.level, console_logging()
     received: list[int] = []
     try:
-        with _terminable(received, last=argv is None):
+        with _terminable(received):
             return _run(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt as interrupt:
         sys.stderr.write(f"interrupted: {str(interrupt) or 'no partial result was left behind'}\n")
         return 128 + (received[0] if received else signal.SIGINT)
     finally:
-        root.removeHandler(console)
-        root.setLevel(level)
-        if bars is None:
-            os.environ.pop(_NO_BARS, None)
+        logger.removeHandler(console)
+        logger.setLevel(level)
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -177,7 +172,7 @@ def _run(argv: Sequence[str]) -> int:
             import traceback
 
             traceback.print_exc()
-        elif isinstance(error, ValueError | OSError):
+        elif isinstance(error, ValueError | OSError | ImportError):
             _print_error(str(error))
         else:
             _print_error(f"{type(error).__name__}: {error} (`mote --debug …` prints the traceback)")
@@ -190,7 +185,7 @@ def _print_error(message: str) -> None:
 
 
 @contextlib.contextmanager
-def _terminable(received: list[int], last: bool) -> Iterator[None]:
+def _terminable(received: list[int]) -> Iterator[None]:
     """Treat SIGTERM as an interrupt, so that what was started is cleaned up."""
 
     def interrupt(number: int, _: FrameType | None) -> None:
@@ -198,17 +193,11 @@ def _terminable(received: list[int], last: bool) -> Iterator[None]:
         received.append(number)
         raise KeyboardInterrupt
 
-    try:
-        before = signal.signal(signal.SIGTERM, interrupt)
-    except ValueError:  # not in the main thread, the only one that may do this
-        yield
-        return
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if last else before)
-        if last:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, before)
 
 
 def _not_run() -> None:

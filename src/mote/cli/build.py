@@ -1,9 +1,6 @@
 """Makes commands from functions: from their signatures, docstrings, and the classes of settings that they take."""
 
-import contextlib
 import inspect
-import json
-import logging
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,15 +15,11 @@ from pydantic import ValidationError
 import mote
 from mote.checkpoints.options import WriteOptions
 from mote.cli import Verb
-from mote.reporting import console_logging
+from mote.integrations import extra
 from mote.settings import Settings, descriptions, documented, error_messages
 
 REQUIRED = inspect.Parameter.empty
-PAIRS = "NAME=VALUE"
-WEIGHTS = "NUMBER|NAME=NUMBER"
-NUMBERS = "NAME|N,N,…"
-NOT_ON_THE_COMMAND_LINE = ("model", "peft")
-TYPES = {"MoTEModel": Any, "PeftSettings": Any}
+TYPES = {"MoTEModel": Any}
 """Names in annotations that modules import for type checkers alone."""
 
 
@@ -52,35 +45,35 @@ class ResultOptions(EditOptions):
     out: str
 
 
+# Commands ------------------------------------------------------------------------------------------------------------
+
+
 def as_command(verb: Verb) -> Callable[..., Any]:
     """Return a function with a signature that cyclopts turns into a command.
 
-    Positional parameters are arguments; those after `*`, and `out`, are options. A class of settings becomes an option
-    for each of its fields. What is not given on the command line is left to the function.
+    Positional parameters up to the first list are arguments, all others and `out` are options. A class of settings
+    becomes an option for each of its fields. What is not given on the command line is left to the function.
     """
-    function = resolve_name(f"mote.{verb.function}")
+    with extra(verb.extra):
+        function = resolve_name(f"mote.{verb.function}")
     function = on_disk(function) if verb.on_disk else function
-    parts, parameters = _parameters(function)
+    classes, parameters = _parameters(function)
     if verb.settings:
         _, others = _parameters(resolve_name(f"mote.{verb.settings}"))
-        parameters |= {name: one for name, one in others.items() if name not in (*parameters, *NOT_ON_THE_COMMAND_LINE)}
+        parameters |= {name: one for name, one in others.items() if one.kind is one.KEYWORD_ONLY}
     parameters = {name: parameter for name, parameter in parameters.items() if name not in verb.fixed}
-    if verb.report:
-        parameters["json"] = _declared("json", bool, False, "Print JSON. Progress goes to stderr.")
     signature = inspect.Signature(sorted(parameters.values(), key=lambda parameter: parameter.kind))
 
     def command(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
-        given = {name: _read(value, parameters[name]) for name, value in given.items()}
-        as_json = given.pop("json", False)
-        if as_json:
-            console_logging(logging.getLogger("mote").level).progress = "stderr"
-        for name, kind in parts.items():
+        # None at all: `--no-instructions`.
+        given = {name: False if value == [] else value for name, value in given.items()}
+        for name, kind in classes.items():
             given[name] = _checked(kind, {field: given.pop(field) for field in kind.model_fields if field in given})
-        with needs(verb.extra):
+        with extra(verb.extra):
             result = function(**given, **verb.fixed)
         if verb.report:
-            show(_json_of(result) if as_json else result)
+            show(result)
             failed = result.failed() if hasattr(result, "failed") else None
             if failed:
                 raise ValueError(f"{len(failed)} scores failed: {'; '.join(failed)}")
@@ -116,39 +109,13 @@ def transform(src: str, options: EditOptions, function: Callable[..., Any], *arg
     mote.transform(src, options.out, function, *args, revision=options.revision, options=options, **given)
 
 
-def _json_of(result: Any) -> str:
-    if hasattr(result, "to_json"):
-        return str(result.to_json()).rstrip()
-    return json.dumps(result.to_dict(), indent=2, ensure_ascii=False)
-
-
 def show(result: Any) -> None:
     """Print a result."""
     sys.stdout.write(f"{result}\n")
 
 
-def without_bars() -> None:
-    """Turn off the progress bars of transformers."""
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-
-
-@contextlib.contextmanager
-def needs(extra: str) -> Iterator[None]:
-    """Name the extra if a library is missing."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if not extra:
-            raise
-        raise OSError(
-            f'{error.name} is not installed, which this command needs: pip install -e ".[{extra}]" in a clone, else '
-            f'pip install "mote-embeddings[{extra}]"'
-        ) from error
-
-
 def _checked(settings: type[Settings], given: dict[str, Any]) -> Settings:
+    """Make settings; an invalid value is a usage error that names its option."""
     try:
         return settings(**given)
     except ValidationError as error:
@@ -156,62 +123,73 @@ def _checked(settings: type[Settings], given: dict[str, Any]) -> Settings:
         raise CycloptsError(msg="; ".join(faults)) from error
 
 
+# Parameters ----------------------------------------------------------------------------------------------------------
+
+
 def _parameters(function: Callable[..., Any]) -> tuple[dict[str, type[Settings]], dict[str, inspect.Parameter]]:
     """Return the classes of settings that a function takes, and the parameters of the command."""
     hints, texts = get_type_hints(function, localns=TYPES), documented(function, "Args")
-    parts: dict[str, type[Settings]] = {}
+    classes: dict[str, type[Settings]] = {}
     parameters: dict[str, inspect.Parameter] = {}
+    only_options = False
     for name, parameter in inspect.signature(function).parameters.items():
-        classes = [one for one in _members(hints[name]) if inspect.isclass(one) and issubclass(one, Settings)]
-        if classes:
-            parts[name], described = classes[0], descriptions(classes[0])
-            for field_name, field in classes[0].model_fields.items():
+        kind = next((one for one in _members(hints[name]) if inspect.isclass(one) and issubclass(one, Settings)), None)
+        if kind is not None:
+            classes[name], described = kind, descriptions(kind)
+            for field_name, field in kind.model_fields.items():
                 default = REQUIRED if field.is_required() else field.default
-                parameters[field_name] = _declared(field_name, field.annotation, default, described[field_name])
+                parameters[field_name] = _option(field_name, field.annotation, default, described[field_name])
         elif parameter.kind is not parameter.VAR_KEYWORD:
-            is_argument = parameter.kind is not parameter.KEYWORD_ONLY and name != "out"
-            parameters[name] = _declared(name, hints[name], parameter.default, texts[name], is_argument)
-    return parts, parameters
+            only_options = only_options or parameter.kind is parameter.KEYWORD_ONLY
+            declare = _option if only_options or name == "out" else _argument
+            parameters[name] = declare(name, hints[name], parameter.default, texts[name])
+            only_options = only_options or parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
+    return classes, parameters
 
 
-def _declared(name: str, annotation: Any, default: Any, text: str, is_argument: bool = False) -> inspect.Parameter:
-    """Declare an option or argument; lists and mappings are repeated in the singular: `--expert a --task a=b`."""
-    kind, more = _type(annotation)
-    shown = not is_argument and isinstance(default, str | int | float) and not isinstance(default, bool)
-    if not is_argument:
-        flag = _flag(name)
-        if bool in _members(annotation) and default is not False:
-            more["negative"] = f"--no-{flag.removeprefix('--')}"
-        more["name"] = flag.removesuffix("s") if get_origin(kind) is list and not flag.endswith("us") else flag
-    place: Any = inspect.Parameter.POSITIONAL_ONLY if is_argument else inspect.Parameter.KEYWORD_ONLY
-    if is_argument and get_origin(kind) is list:
-        # Options may stand among the arguments.
-        more["required"] = default is REQUIRED
-        place, kind, default = inspect.Parameter.VAR_POSITIONAL, get_args(kind)[0], REQUIRED
-    elif default is not REQUIRED:
+def _argument(name: str, annotation: Any, default: Any, text: str) -> inspect.Parameter:
+    """Declare an argument; options may stand among those of a list."""
+    several = any(origin in (list, Sequence) for origin in map(get_origin, _members(annotation)))
+    read = Parameter(help=text, show_default=False, required=default is REQUIRED)
+    if several:
+        return inspect.Parameter(name, inspect.Parameter.VAR_POSITIONAL, annotation=Annotated[str, read])
+    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY, annotation=Annotated[str, read], default=default)
+
+
+def _option(name: str, annotation: Any, default: Any, text: str) -> inspect.Parameter:
+    """Declare an option; lists and mappings are repeated in the singular: `--expert a --task a=b`."""
+    members, flag = [*_members(annotation)], _flag(name)
+    kind, more = _type(members)
+    negative = f"--no-{flag.removeprefix('--')}" if bool in members and default is not False else ()
+    if get_origin(kind) is list and not flag.endswith("us"):
+        flag = flag.removesuffix("s")
+    shown = isinstance(default, str | int | float) and not isinstance(default, bool)
+    if default is not REQUIRED:
         # What a library takes for an empty list or None is not shown, nor are flags.
         default = default if shown or kind is bool else None
         kind = kind | None
-    read = Parameter(help=text, show_default=shown, **more)
-    return inspect.Parameter(name, place, annotation=Annotated.__class_getitem__((kind, read)), default=default)  # type: ignore[attr-defined]
+    read = Parameter(name=flag, negative=negative, help=text, show_default=shown, **more)
+    annotation = Annotated.__class_getitem__((kind, read))  # type: ignore[attr-defined]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
 
-def _type(annotation: Any) -> tuple[Any, dict[str, Any]]:
-    """Return what the command line reads for a type, and how."""
-    members = [*_members(annotation)]
+def _type(members: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
+    """Return what the command line reads for a union of types, and how."""
     origins = [get_origin(member) or member for member in members]
-    more: dict[str, Any] = {"negative": ()}
-    if dict in origins or (Mapping in origins and str not in origins):
-        return list[str], {**more, "metavar": WEIGHTS if float in members else PAIRS}
+    if dict in origins or Mapping in origins:
+        if float in members:
+            return list[str], {"metavar": "NUMBER|NAME=NUMBER", "converter": _read_weights}
+        return list[str], {"metavar": "NAME=VALUE", "converter": _read_pairs}
     if list[int] in members:
-        return str, {**more, "metavar": NUMBERS}
+        return str, {"metavar": "NAME|N,N,…", "converter": _read_numbers}
     if Path in members:
-        return str, more
-    if list in origins or Sequence in origins:
-        items = next(get_args(one)[0] for one in members if get_origin(one) in (list, Sequence))
-        return (list[items] if get_origin(items) is Literal else list[str]), more  # type: ignore[valid-type]
+        return str, {}
+    if list in origins:
+        items = next(get_args(one)[0] for one in members if get_origin(one) is list)
+        return (list[items] if get_origin(items) is Literal else list[str]), {}  # type: ignore[valid-type]
     kind = next((one for one in members if one in (bool, int, float) or get_origin(one) is Literal), str)
-    return kind, {**more, **({"converter": _integer} if kind is int else {})}
+    # cyclopts would round 1.5.
+    return kind, {"converter": lambda _, tokens: int(tokens[0].value)} if kind is int else {}
 
 
 def _members(annotation: Any) -> Iterator[Any]:
@@ -229,47 +207,42 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _integer(_: Any, tokens: Sequence[Token]) -> int:
-    """Read an integer; cyclopts would round 1.5."""
-    return int(tokens[0].value)
+# Values --------------------------------------------------------------------------------------------------------------
 
 
-def _read(value: Any, parameter: inspect.Parameter) -> Any:
-    """Turn what was given for a mapping or a list of numbers into one."""
-    read: Parameter = get_args(parameter.annotation)[1]
-    if read.metavar == NUMBERS:
-        words = value.split(",")
-        return [int(word) for word in words] if all(word.removeprefix("-").isdigit() for word in words) else value
-    if read.metavar == WEIGHTS:
-        numbers = weights(value)
-        if "" in numbers and len(numbers) > 1:
-            raise CycloptsError(msg=f"{_flag(parameter.name)}: expected one number, or NAME=NUMBER for each name")
-        return numbers.get("", numbers)
-    # None at all: `--no-instructions`.
-    return (pairs(value) or False) if read.metavar == PAIRS else value
+def _read_numbers(_: Any, tokens: Sequence[Token]) -> str | list[int]:
+    words = tokens[0].value.split(",")
+    return [int(word) for word in words] if all(word.removeprefix("-").isdigit() for word in words) else words[0]
 
 
-def pairs(words: Sequence[str]) -> dict[str, str]:
-    """Read NAME=VALUE, each name once."""
+def _read_pairs(_: Any, tokens: Sequence[Token]) -> dict[str, str]:
     found: dict[str, str] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
+    for token in tokens:
+        name, equals, value = token.value.partition("=")
         if not equals or not name or name in found:
-            raise CycloptsError(msg=f"{word!r}: expected NAME=VALUE, each name once")
+            raise ValueError(f"{token.value!r}: expected NAME=VALUE, each name once")
         found[name] = value
     return found
 
 
+def _read_weights(_: Any, tokens: Sequence[Token]) -> float | dict[str, float]:
+    if len(tokens) == 1 and "=" not in tokens[0].value:
+        return float(tokens[0].value)
+    return weights([token.value for token in tokens])
+
+
 def weights(words: Sequence[str], default: float | None = None) -> dict[str, float]:
-    """Read NAME=NUMBER, each name once; in a word without `=`, the default makes it a name, else it is a number."""
+    """Read NAME=NUMBER, each name once; without `=`, a name has the default."""
     found: dict[str, float] = {}
     for word in words:
         name, equals, number = word.rpartition("=")
+        if default is not None and not equals:
+            name, number = word, str(default)
         try:
-            name, weight = (word, default) if default is not None and not equals else (name, float(number))
-            if name in found or (equals and not name):
-                raise ValueError
+            weight = float(number)
         except ValueError:
-            raise CycloptsError(msg=f"{word!r}: expected NAME=NUMBER, each name once") from None
+            name = ""
+        if not name or name in found:
+            raise ValueError(f"{word!r}: expected NAME=NUMBER, each name once")
         found[name] = weight
     return found

@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 import mote
 from mote.analysis.options import AnalyzeOptions
-from mote.cli.build import EditOptions, ResultOptions, show, transform, weights, without_bars
-from mote.corpora.options import EmbedOptions, FilterOptions, MineOptions
+from mote.cli.build import EditOptions, ResultOptions, show, transform, weights
 from mote.evaluation.options import EvaluateOptions
 from mote.upcycling.options import UpcyclingOptions
 
@@ -53,55 +52,14 @@ def run_recipe(
         function: `module:name` of the function that trains.
         plan: The same of the function that plans.
     """
-    from datasets.utils import logging as datasets_logging
+    from datasets.utils import disable_progress_bars
 
     # One bar is enough.
-    without_bars()
-    datasets_logging.disable_progress_bar()
+    _without_bars()
+    disable_progress_bars()
     result = resolve_name(plan if dry_run else function)(recipe, overrides or [], overwrite=overwrite)
     if dry_run:
         show(f"{result}\nDry run: nothing was trained.")
-
-
-def embed(model: str, files: list[str], *, out: str, options: EmbedOptions) -> None:
-    """Embed a corpus into sharded parquet files.
-
-    The same command resumes an interrupted run.
-
-    Args:
-        model: Any Sentence-Transformers model: a folder, or an id on the Hub.
-        files: Files (.jsonl, .jsonl.gz, .parquet), patterns, folders, or hub:user/name.
-        out: Output folder; an unfinished run is resumed.
-    """
-    mote.embed_corpus(model, files, out, **dict(options))
-
-
-def mine(datasets: list[str], *, out: str, model: str, options: MineOptions) -> None:
-    """Mine hard negatives for datasets of pairs.
-
-    A candidate is taken if it is near the query, but clearly less near than the positive. The same command resumes an
-    interrupted run.
-
-    Args:
-        datasets: Paths and patterns in the data folder, or hub:user/name.
-        out: Output folder; an unfinished run is resumed.
-        model: Teacher: bm25, or any Sentence-Transformers model: a folder, or an id on the Hub.
-    """
-    mote.mine_negatives(datasets, out, model, **dict(options))
-
-
-def filter_pairs(datasets: list[str], *, out: str, model: str, options: FilterOptions) -> None:
-    """Drop the pairs that a model does not confirm.
-
-    A pair stays if its positive is among the nearest documents of its query. The same command resumes an interrupted
-    run.
-
-    Args:
-        datasets: Paths and patterns in the data folder, or hub:user/name.
-        out: Output folder; an unfinished run is resumed.
-        model: bm25, or any Sentence-Transformers model: a folder, or an id on the Hub.
-    """
-    mote.filter_pairs(datasets, out, model, **dict(options))
 
 
 def evaluate(models: list[str], *, out: str | None = None, options: EvaluateOptions) -> Any:
@@ -126,7 +84,7 @@ def analyze(models: list[str], *, out: str | None = None, options: AnalyzeOption
         models: Models: folders, ids on the Hub, or LABEL=MODEL.
         out: Folder for tables, numbers and charts.
     """
-    without_bars()
+    _without_bars()
     return mote.analyze(models, out, options)
 
 
@@ -233,3 +191,10 @@ def merge_experts(
 
     opened_weights = {open_word(expert): weight for expert, weight in weights(experts, default=1.0).items()}
     transform(src, options, mote.experts.merge, opened_weights, name, instruction=instruction, tasks=tasks)
+
+
+def _without_bars() -> None:
+    """Turn off the progress bars of transformers."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()

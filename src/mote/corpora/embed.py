@@ -16,7 +16,13 @@ from mote.corpora.texts import read_texts, write_texts
 logger = logging.getLogger(__name__)
 
 
-def embed_corpus(model: str | Path, files: str | Path | Sequence[str | Path], out: str | Path, **options: Any) -> Path:
+def embed_corpus(
+    model: str | Path,
+    files: str | Path | Sequence[str | Path],
+    out: str | Path,
+    options: EmbedOptions | None = None,
+    **settings: Any,
+) -> Path:
     """Embed the texts of a corpus.
 
     The same call resumes an interrupted run. Memory is bounded by two shards, whatever the size of the corpus.
@@ -27,7 +33,8 @@ def embed_corpus(model: str | Path, files: str | Path | Sequence[str | Path], ou
             `hub:user/name`.
         out: Folder for `shard-00000.parquet`, … (columns `id` and `embedding`, in the order of the corpus) and
             `manifest.json`.
-        **options: Fields of `EmbedOptions`.
+        options: What to embed, and how.
+        **settings: Fields of `EmbedOptions`, which replace those of `options`.
 
     Returns:
         The folder.
@@ -37,7 +44,7 @@ def embed_corpus(model: str | Path, files: str | Path | Sequence[str | Path], ou
         OSError: If another process writes to the folder, or its disk is full.
         ValueError: If an option, a row or an embedding is invalid, or the folder holds something else.
     """
-    chosen, folder = EmbedOptions(**options), Path(out)
+    chosen, folder = EmbedOptions(**{**dict(options or ()), **settings}), Path(out)
     files = [files] if isinstance(files, str | Path) else files
     own = {name: getattr(chosen, name) for name in ("task", "prompt", "dtype", "shard_size")}
     with closing(Encoder(str(model), chosen)) as encoder, open_record(folder, RECORD) as record:

@@ -21,7 +21,9 @@ from mote.data.rows import Location
 EXAMPLES = 20  # of dropped pairs, in the record
 
 
-def filter_pairs(datasets: Sequence[str], out: str | Path, model: str | Path, **options: Any) -> Path:
+def filter_pairs(
+    datasets: Sequence[str], out: str | Path, model: str | Path, options: FilterOptions | None = None, **settings: Any
+) -> Path:
     """Copy datasets of pairs, without the pairs that a model does not confirm.
 
     The same call resumes an interrupted run.
@@ -30,7 +32,8 @@ def filter_pairs(datasets: Sequence[str], out: str | Path, model: str | Path, **
         datasets: Paths and patterns below the data folder, as in recipes, or `hub:user/name`.
         out: Folder to write: the rows that stay, under the same paths.
         model: Any Sentence-Transformers model, or `bm25`.
-        **options: Fields of `FilterOptions`.
+        options: What to compare, and how.
+        **settings: Fields of `FilterOptions`, which replace those of `options`.
 
     Returns:
         The folder. `record.json` holds the options, and for each dataset how many pairs stay, with examples of dropped
@@ -41,7 +44,7 @@ def filter_pairs(datasets: Sequence[str], out: str | Path, model: str | Path, **
         OSError: If another process writes to the folder, or its disk is full.
         ValueError: If a row or option is invalid, or the folder holds something else.
     """
-    chosen = FilterOptions(**options)
+    chosen = FilterOptions(**{**dict(options or ()), **settings})
 
     def process(location: Location[Any], work: Path, make_ranker: Callable[[PairTexts, Path], Ranker]) -> Any:
         dataset, kept = read_pairs(location), []

@@ -25,7 +25,9 @@ from mote.data.rows import Location
 logger = logging.getLogger(__name__)
 
 
-def mine_negatives(datasets: Sequence[str], out: str | Path, model: str | Path, **options: Any) -> Path:
+def mine_negatives(
+    datasets: Sequence[str], out: str | Path, model: str | Path, options: MineOptions | None = None, **settings: Any
+) -> Path:
     """Copy datasets of pairs, adding mined negatives in the columns `negative_1`, `negative_2` and so on.
 
     The same call resumes an interrupted run. Each dataset is mined separately, with its texts and embeddings in memory.
@@ -35,7 +37,8 @@ def mine_negatives(datasets: Sequence[str], out: str | Path, model: str | Path, 
         out: Folder to write: the same rows, under the same paths, for recipes to read.
         model: The teacher, which scores documents for queries: any Sentence-Transformers model, or `bm25`. Scores of
             sparse and hybrid models are dot products, scores of others cosines.
-        **options: Fields of `MineOptions`.
+        options: What to mine, and how.
+        **settings: Fields of `MineOptions`, which replace those of `options`.
 
     Returns:
         The folder. `record.json` holds the options, and statistics of each dataset.
@@ -45,7 +48,7 @@ def mine_negatives(datasets: Sequence[str], out: str | Path, model: str | Path, 
         OSError: If another process writes to the folder, or its disk is full.
         ValueError: If a row or option is invalid, or the folder holds something else.
     """
-    chosen = MineOptions(**options)
+    chosen = MineOptions(**{**dict(options or ()), **settings})
     texts = read_texts(chosen.corpus, EmbedOptions(split=chosen.split)) if chosen.corpus else ()
     corpus = [text.text for text in texts]
     identity = {"command": "mine", **{name: getattr(chosen, name) for name in MineOptions.__annotations__}}

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, FiniteFloat, StringConstraints, TypeAdapter, ValidationError
 
 from mote.data.settings import DatasetSource
-from mote.remote.configuration_mote import alternatives
+from mote.settings import alternatives
 
 RowType = Literal["pairs", "scored", "labelled", "texts"]
 

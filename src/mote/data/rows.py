@@ -17,7 +17,7 @@ from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from mote.remote.configuration_mote import alternatives
+from mote.settings import alternatives
 
 if TYPE_CHECKING:
     from mote.data.settings import DatasetSource

@@ -6,9 +6,14 @@ from contextlib import contextmanager
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Raise an error that names the extra with the missing library."""
+    """Name the extra of the package that brings a missing library; without a name, leave the error as it is."""
     try:
         yield
     except ModuleNotFoundError as error:
-        message = f'{error.name} is not installed, which this module needs: pip install "mote-embeddings[{name}]"'
+        if not name:
+            raise
+        message = (
+            f'{error.name} is not installed: pip install "mote-embeddings[{name}]", or in a clone '
+            f'pip install -e ".[{name}]"'
+        )
         raise ModuleNotFoundError(message, name=error.name) from error
