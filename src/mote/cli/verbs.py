@@ -71,7 +71,7 @@ def evaluate(models: list[str], *, out: str | None = None, options: EvaluateOpti
         models: Models: folders, ids on the Hub, or LABEL=MODEL.
         out: Folder for tables, scores and mteb's results.
     """
-    without_bars()
+    _without_bars()
     return mote.evaluate(models, out, options)
 
 
