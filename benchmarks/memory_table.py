@@ -11,7 +11,7 @@ from transformers import BertConfig, NomicBertConfig
 
 from mote import MemoryEstimate, estimate_memory
 from mote.remote.configuration_mote import MoTEConfig
-from mote.reporting import markdown_table
+from mote.reporting import table as markdown_table
 from mote.training.memory import Sharding
 
 GIB = 2**30

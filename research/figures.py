@@ -1,6 +1,6 @@
 """Figures 4 to 7 of the paper as a table: batches and temperature, one task at a time."""
 
-from mote.reporting import markdown_table
+from mote.reporting import table as markdown_table
 from research.scores import TASKS, Scores
 from research.tables import Cell, cell
 
@@ -23,5 +23,4 @@ def ablation_table(scores: Scores) -> str:
             row = [(batches, step) for step in TEMPERATURES]
             shown = [f"**{cells[pair]}**" if pair == best else cells.get(pair, "") for pair in row]
             rows.append([task, batches, *shown])
-    header = ["task", "batches", *(f"temperature {step:g}" for step in TEMPERATURES)]
-    return markdown_table(header, rows, align="ll" + "r" * len(TEMPERATURES))
+    return markdown_table(["task", "batches", *(f"temperature {step:g}" for step in TEMPERATURES)], rows, align="llrrr")

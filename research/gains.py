@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image
 
-from mote.reporting import COLORS, markdown_table
+from mote.reporting import COLORS, table
 from research.claims import SEEN, UNSEEN
 from research.scores import START, Scores
 from research.tables import cell, datasets_of
@@ -29,26 +29,23 @@ Gains = dict[str, dict[str, list[float]]]
 
 def readme_table(scores: Scores, labels: Iterable[str] = tuple(ROWS)) -> str:
     """Format means over datasets and seeds, with the best of each row in bold."""
-    names = tuple(NAMES)
     rows = []
     for label in labels:
-        types = ROWS[label]
-        datasets = datasets_of(scores, types, names)
-        means = [cell(scores, name, datasets).mean for name in names]
+        datasets = datasets_of(scores, ROWS[label], tuple(NAMES))
+        means = [cell(scores, name, datasets).mean for name in NAMES]
         shown = [f"**{mean:.2f}**" if mean == max(means) else f"{mean:.2f}" for mean in means]
         rows.append([f"{label} ({len(datasets)})", *shown])
-    return markdown_table(["test sets", *NAMES.values()], rows, align="l" * (1 + len(NAMES)))
+    return table(["test sets", *NAMES.values()], rows, align="l" * (1 + len(NAMES)))
 
 
 def gains_of(scores: Scores) -> Gains:
     """Compute the gains over `em` on each task type and on all datasets, seed by seed; `start` has no seeds."""
-    names = tuple(NAMES)
-    scores = scores.with_common_seeds(*names)
-    groups = {kind: datasets_of(scores, (kind,), names) for kind in (*SEEN, *UNSEEN)}
-    groups["all"] = datasets_of(scores, (), names)
+    scores = scores.with_common_seeds(*NAMES)
+    groups = {kind: datasets_of(scores, (kind,), tuple(NAMES)) for kind in (*SEEN, *UNSEEN)}
+    groups["all"] = datasets_of(scores, (), tuple(NAMES))
     gains: Gains = {label: {} for name, label in NAMES.items() if name != "em"}
     for kind, datasets in groups.items():
-        means = {name: np.mean([scores.every[name][one] for one in datasets], axis=0) for name in names}
+        means = {name: np.mean([scores.every[name][one] for one in datasets], axis=0) for name in NAMES}
         for name, label in NAMES.items():
             if name != "em":
                 of_seeds = (means[name] - means["em"]).tolist()

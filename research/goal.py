@@ -6,7 +6,7 @@ from math import inf
 from statistics import mean
 from typing import Any
 
-from mote.reporting import markdown_table
+from mote.reporting import table as markdown_table
 from research.claims import ALL, Claim, Table
 from research.scores import FIVE_TASKS, SEPARATE, START, Scores, base_of
 from research.tables import Means, Measured, compared, labels_of, legend_of, p_value, table_of

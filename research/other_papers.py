@@ -8,7 +8,7 @@ from statistics import mean
 
 import numpy as np
 
-from mote.reporting import markdown_table
+from mote.reporting import table as markdown_table
 from mote.statistics import compare_scores
 from research.claims import Claim, Table
 from research.scores import START, ScoredModel, Scores

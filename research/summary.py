@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mote.reporting import markdown_table
+from mote.reporting import table as markdown_table
 from research.claims import ALL, SEEN, Claim, Table
 from research.scores import Scores
 from research.tables import cell, compared, datasets_of, p_value

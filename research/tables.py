@@ -9,7 +9,7 @@ from statistics import mean
 import numpy as np
 
 from mote.evaluation.scores import TASK_TYPES
-from mote.reporting import markdown_table
+from mote.reporting import table as markdown_table
 from mote.statistics import Comparison, compare_scores
 from research.claims import ALL, SEEN, UNSEEN, Claim, Table
 from research.scores import Scores, ScoresOfTypes

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import mote
-from mote.reporting import console_logging, markdown_table
+from mote.reporting import console_logging, table
 from mote.training.recipe import Recipe
 from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import fixed_settings
@@ -146,7 +146,7 @@ def licences(recipe: Recipe) -> str:
     """Format the sources and licences of the recipe's datasets."""
     sets = {one.path: one for one in MOTE_SETS}
     rows = [[name, sets[name].source, sets[name].licence] for name in datasets_of(recipe)]
-    return markdown_table(["texts", "from", "licence"], rows, align="lll")
+    return table(["texts", "from", "licence"], rows, align="lll")
 
 
 def compare(data: Path, out: Path, kept: Path, work: Path, seeds: Sequence[int]) -> None:

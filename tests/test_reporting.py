@@ -56,13 +56,13 @@ def test_log_lines(
     ("places", "labels"),
     [
         (["a/run1/model", "a/run2/model", "other", "user/model"], ["run1", "run2", "other", "user/model"]),
-        (["a/run/model", "b/run/model", "b/run"], ["a/run", "model", "b/run"]),
+        (["a/run/model", "b/run/model"], ["a/run/model", "b/run/model"]),
         (["a/one", "b/one", "x=b/two", "y=b/two"], ["a/one", "b/one", "x", "y"]),
-        (["lr=0.1/model", "best=lr=0.1/model", "=lr=0.1"], ["model", "best", "lr=0.1"]),
+        (["lr=0.1/model", "best=lr=0.1/model", "=lr=0.1"], ["lr=0.1/model", "best", "lr=0.1"]),
         (["best=user/name", "user/name"], ["best", "user/name"]),
     ],
 )
-def test_models_are_called_by_the_ends_of_their_paths_or_by_labels(
+def test_models_are_called_by_their_folders_or_by_labels(
     places: list[str], labels: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -80,7 +80,7 @@ def test_one_model_several_or_labelled_ones() -> None:
     assert label_models({"a": Path("x"), "b": "y"}) == {"a": "x", "b": "y"}
 
 
-@pytest.mark.parametrize("words", [["one", "one"], ["one", "./one"], ["one", "one=user/name"]])
+@pytest.mark.parametrize("words", [["one", "one"], ["one", "one=user/name"]])
 def test_two_models_of_one_label(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("one").mkdir()

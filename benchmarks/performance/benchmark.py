@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from mote.reporting import markdown_table
+from mote.reporting import table as markdown_table
 
 ROOT = Path(__file__).parents[2]
 SMALL_ENCODER = ROOT / "examples" / "small-encoder"

@@ -9,7 +9,7 @@ import sentence_transformers
 import torch
 import transformers
 
-from mote.reporting import markdown_table
+from mote.reporting import table as markdown_table
 from scripts.distill_small_encoder.student import (
     DIMENSIONS,
     FEED_FORWARD,

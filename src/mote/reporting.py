@@ -41,13 +41,6 @@ def table(header: Sequence[object], rows: Iterable[Sequence[object]], *, align: 
     return "\n".join(lines)
 
 
-def markdown_table(header: Sequence[object], rows: Iterable[Sequence[object]], *, align: str = "") -> str:
-    """Lay out a table without padding, as stored cards and results have it."""
-    align = align or "l" + "r" * (len(header) - 1)
-    rule = ["---" if side == "l" else "---:" for side in align]
-    return "\n".join(f"| {' | '.join(str(_cell(cell)) for cell in row)} |" for row in (header, rule, *rows))
-
-
 def _cell(content: object) -> Text:
     return Text(" ".join(str(content).splitlines()).replace("|", r"\|"))
 
@@ -82,8 +75,8 @@ def label_models(models: str | Path | Sequence[str | Path] | Mapping[str, str | 
 
     Args:
         models: One model or several, each a folder, an id on the Hub, or LABEL=MODEL; or label → model. Without a
-            label, a folder is named by the shortest end of its path that is unique (the folder `RUN/model` of a
-            training run by `RUN`), and a model on the Hub by its id.
+            label, a folder is called by its name (`RUN/model` of a training run by `RUN`), or by its path as given
+            where another model has this name; a model on the Hub by its id.
 
     Returns:
         Label → model, in order.
@@ -93,30 +86,24 @@ def label_models(models: str | Path | Sequence[str | Path] | Mapping[str, str | 
     """
     if isinstance(models, Mapping):
         return {label: str(model) for label, model in models.items()}
-    named: list[tuple[str, str]] = []
+    given: list[tuple[str, str]] = []
     for word in [str(one) for one in ([models] if isinstance(models, str | Path) else models)]:
         label, equals, model = word.partition("=")
-        named.append((label, model) if equals and not Path(word).exists() else ("", word))
-    unlabelled = list(dict.fromkeys(model for label, model in named if not label))
-    labels = dict(zip(unlabelled, _unique_ends(unlabelled), strict=True))
-    labelled = [(label or labels[model], model) for label, model in named]
-    if len(dict(labelled)) < len(labelled):
-        said = ", ".join(label for label, _ in labelled)
-        raise ValueError(f"Two models have the same label ({said}): choose others, as in LABEL=MODEL")
-    return dict(labelled)
+        given.append((label, model) if equals and not Path(word).exists() else ("", word))
+    names = [label or _name_of(model) for label, model in given]
+    labels = [
+        name if label or names.count(name) == 1 else model for name, (label, model) in zip(names, given, strict=True)
+    ]
+    if len(set(labels)) < len(labels):
+        raise ValueError(f"Two models have the same label ({', '.join(labels)}): choose others, as in LABEL=MODEL")
+    return {label: model for label, (_, model) in zip(labels, given, strict=True)}
 
 
-def _unique_ends(models: Sequence[str]) -> list[str]:
-    """Name folders by the shortest ends of their paths that are unique, and other models by themselves."""
-    parts = [Path(model).resolve().parts if Path(model).is_dir() else (model,) for model in models]
-    of_runs = [len(one) > 2 and one[-1] == "model" and one[:-1] not in parts for one in parts]
-    parts = [one[:-1] if of_run else one for one, of_run in zip(parts, of_runs, strict=True)]
-    return ["/".join(_unique_end(one, parts)) for one in parts]
-
-
-def _unique_end(path: tuple[str, ...], others: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    lengths = (n for n in range(1, len(path)) if sum(other[-n:] == path[-n:] for other in others) == 1)
-    return path[-next(lengths, len(path)) :]
+def _name_of(model: str) -> str:
+    folder = Path(model).resolve()
+    if not folder.is_dir():
+        return model
+    return folder.parent.name if folder.name == "model" else folder.name
 
 
 class ConsoleHandler(logging.Handler):

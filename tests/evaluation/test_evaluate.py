@@ -105,7 +105,7 @@ def test_what_a_score_depends_on_is_not_mixed_up(data: Path, changed_encoder: Pa
     out, own = tmp_path / "out", shutil.copytree(data, tmp_path / "data")
     paths = [str(SMALL_ENCODER), str(changed_encoder)]
     both = evaluate(paths, data=own, tasks=["part0", "trivia"], out=out)
-    assert both.models == ["examples/small-encoder", "other/small-encoder"]  # two folders of one name
+    assert both.models == paths  # two folders of one name
     first, second = (both.scores[label] for label in both.models)
     assert all(first[name] != second[name] for name in both.datasets)
     assert len(results(out)) == 4
