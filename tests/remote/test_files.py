@@ -1,7 +1,5 @@
 """The files that a saved model carries: which, how long, and what a user reads where they do not work."""
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -98,32 +96,3 @@ def test_versions_that_sentence_transformers_needs(library: str, trained_folder:
     least = {"transformers": "5.17", "sentence-transformers": "6.0"}[library]
     wanted = f"ImportError: {library}>={least} is required for a normal functioning of this module, but found "
     assert lines[-2:] == [f"{wanted}{library}==5.1.0.", INSTALL]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif("MOTE_OLD_PYTHON" not in os.environ, reason="MOTE_OLD_PYTHON names no interpreter")
-@pytest.mark.parametrize(
-    "call", ["transformers.AutoModel.from_pretrained", "sentence_transformers.SentenceTransformer"]
-)
-def test_old_versions_themselves(call: str, trained_folder: Path, tmp_path: Path) -> None:
-    """An interpreter with Sentence-Transformers 5 and transformers 4, which the environment names."""
-    script = f"import sentence_transformers, transformers\n{call}({str(trained_folder)!r}, trust_remote_code=True)"
-    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    run = subprocess.run(
-        [os.environ["MOTE_OLD_PYTHON"], "-P", "-c", script],
-        capture_output=True, text=True, timeout=120, check=False, env=environment,
-    )  # fmt: skip
-    assert run.stderr.strip().splitlines()[-1] == INSTALL
-
-
-@pytest.mark.parametrize(
-    ("model_type", "module", "name"),
-    [
-        ("mote", "transformers.modeling_outputs", "BaseModelOutputWithPooling"),
-        ("mote_token_routed", "transformers.integrations.moe", "use_experts_implementation"),
-    ],
-)
-def test_the_real_error_is_the_last_one(model_type: str, module: str, name: str, tmp_path: Path) -> None:
-    MODELS[model_type][0]().save_pretrained(tmp_path / "model")
-    missing = last_lines(tmp_path / "model", f"import {module}\ndel {module}.{name}")[-1]
-    assert missing.startswith(f"ImportError: cannot import name '{name}' from '{module}'")

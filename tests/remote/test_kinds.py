@@ -63,7 +63,7 @@ def test_rows_of_a_mixed_batch_are_as_if_alone(kind: Kind, name: str) -> None:
 
 @every_kind_and_family
 @torch.no_grad()
-def test_hidden_states(kind: Kind, name: str) -> None:
+def test_hidden_states_and_attentions(kind: Kind, name: str) -> None:
     model, inputs = kind.trained(name), batch()
     of_one_task = model(**inputs, task=kind.tasks[0], output_hidden_states=True).hidden_states
     model.config.output_hidden_states = True
@@ -73,14 +73,9 @@ def test_hidden_states(kind: Kind, name: str) -> None:
     assert difference(mixed[1][0], of_one_task[1][0]) <= (kind.tolerance or 1e-6)
     assert (difference(mixed[1][1, :7], of_one_task[1][1, :7]) > 1e-3) == (kind is not TOKEN_ROUTED)
     assert model(**inputs, task=kind.tasks[0], output_hidden_states=False).hidden_states is None
-
-
-@every_kind
-def test_attentions(kind: Kind) -> None:
-    model = kind.trained("bert")
     model.set_attn_implementation("eager")
-    model.config.output_attentions = True
-    out = model(**batch(), task=kind.tasks[0])
+    model.config.output_hidden_states, model.config.output_attentions = False, True
+    out = model(**inputs, task=kind.tasks[0])
     assert (len(out.attentions), out.hidden_states) == (2, None)
 
 

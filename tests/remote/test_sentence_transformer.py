@@ -188,18 +188,6 @@ def test_one_expert_alone(trained_folder: Path, expected: dict, kwargs: str) -> 
         model.encode_document(TEXTS)
 
 
-@pytest.mark.processes
-def test_several_processes(model: SentenceTransformer, expected: dict) -> None:
-    pool = model.start_multi_process_pool(["cpu", "cpu"])
-    try:
-        embeddings = model.encode(TEXTS, prompt_name="clustering", pool=pool, chunk_size=2)
-        by_task = model.encode(TEXTS, task="search_document", pool=pool, chunk_size=2)
-    finally:
-        model.stop_multi_process_pool(pool)
-    assert_near(embeddings, expected["clustering", "clustering: "])
-    assert_near(by_task, expected["search_document", ""])
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
