@@ -1,14 +1,15 @@
 """Recipe files: finds them, reads them with those that they extend, applies overrides, and checks the result."""
 
 import logging
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from typing_extensions import TypeVar
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from mote.remote.configuration_mote import alternatives
 from mote.settings import error_messages
@@ -45,11 +46,17 @@ def load_recipe(
     """
     settings = _read(str(recipe), kind.PLACE)
     for override in overrides:
-        key, equals, value = override.partition("=")
+        key, equals, _ = override.partition("=")
         if not equals or not key:
             raise ValueError(f"Override {override!r}: expected key=value, as in training.learning_rate=2e-5")
-        settings = _replaced(settings, key.split("."), _parse(value, f"override {override!r}"))
-    return parse_recipe(settings, str(recipe), kind)
+        try:
+            given = OmegaConf.from_dotlist([override])
+        except (YAMLError, OmegaConfBaseException) as error:
+            raise ValueError(f"The override {override!r} is invalid YAML: {error}") from None
+        _require_tasks_to_remove(settings, given)
+        OmegaConf.update(settings, key, OmegaConf.select(given, key), merge=False)
+    plain: Any = OmegaConf.to_container(settings, resolve=True)
+    return parse_recipe(plain, str(recipe), kind)
 
 
 def parse_recipe(
@@ -71,7 +78,7 @@ def parse_recipe(
         raise ValueError("\n".join([f"The recipe {name} is invalid:", *errors])) from None
 
 
-def _read(recipe: str, place: Any, folder: Path | None = Path(), extended_by: tuple[Any, ...] = ()) -> dict[str, Any]:
+def _read(recipe: str, place: Any, folder: Path | None = Path(), extended_by: tuple[Any, ...] = ()) -> DictConfig:
     """Read a recipe's settings, merged into those of the recipe that it extends.
 
     Args:
@@ -89,58 +96,23 @@ def _read(recipe: str, place: Any, folder: Path | None = Path(), extended_by: tu
         raise ValueError(f"The recipe {recipe} extends itself")
     if file in found and recipe in shipped_recipes(place):
         logger.info("The recipe %s is the file %s, not the shipped one", recipe, file)
-    settings = _parse(file.read_bytes(), f"recipe {recipe}")
-    if not isinstance(settings, dict):
-        raise ValueError(f"The recipe {recipe} must be a mapping of keys to values, got {type(settings).__name__}")  # noqa: TRY004
+    try:
+        settings = OmegaConf.load(file)
+    except (YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise ValueError(f"The recipe {recipe} is invalid YAML: {error}") from None
+    if not isinstance(settings, DictConfig):
+        raise ValueError(f"The recipe {recipe} must be a mapping of keys to values, got a list")  # noqa: TRY004
     if "extends" not in settings:
         return settings
-    extended = str(settings.pop("extends"))
-    return _merged(_read(extended, place, file.parent if file in found else None, (*extended_by, file)), settings)
+    extended = _read(str(settings.pop("extends")), place, file.parent if file in found else None, (*extended_by, file))
+    _require_tasks_to_remove(extended, settings)
+    return OmegaConf.merge(extended, settings)  # type: ignore[return-value]  # of two mappings
 
 
-def _merged(base: dict[str, Any], changes: dict[str, Any], key: str = "") -> dict[str, Any]:
-    """Merge changes into a base: mappings key by key, anything else as a whole."""
-    result = dict(base)
-    for name, value in changes.items():
-        below = result.get(name)
-        if isinstance(below, dict) and isinstance(value, dict):
-            result[name] = _merged(below, value, name)
-        else:
-            result = _replaced(result, [name], value, key)
-    return result
-
-
-def _replaced(settings: dict[str, Any], path: list[str], value: Any, key: str = "") -> dict[str, Any]:
-    """Return settings with another value; `null` may only remove a task that is there."""
-    name, *rest = path
-    below = settings.get(name)
-    if rest:
-        return {**settings, name: _replaced(below if isinstance(below, dict) else {}, rest, value, name)}
-    if key == "tasks" and value is None and name not in settings:
-        left = [task for task, task_settings in settings.items() if task_settings is not None]
-        raise ValueError(f"tasks.{name}=null: the recipe has no task {name!r}." + alternatives(name, left))
-    return {**settings, name: value}
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads `5e-6` as a number, as YAML 1.2 does, and refuses a key given twice, of which PyYAML keeps the last."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        names = [key.value for key, _ in node.value if key.value != "<<"]
-        for key, _ in node.value:
-            if names.count(key.value) > 1:
-                raise yaml.composer.ComposerError(None, None, f"{key.value!r} is given twice", key.start_mark)
-        return node
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
-
-
-def _parse(text: str | bytes, what: str) -> Any:
-    try:
-        return yaml.load(text, _Loader)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"The {what} is invalid YAML: {error}") from None
+def _require_tasks_to_remove(settings: DictConfig, changes: DictConfig) -> None:
+    """Raise `ValueError` if `null` is to remove a task that the settings do not name: probably it is misspelt."""
+    named: Any = settings.get("tasks") or {}
+    for name, task in (changes.get("tasks") or {}).items():
+        if task is None and name not in named:
+            left = [task for task, task_settings in named.items() if task_settings is not None]
+            raise ValueError(f"tasks.{name}=null: the recipe has no task {name!r}." + alternatives(name, left))
