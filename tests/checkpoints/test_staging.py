@@ -266,8 +266,6 @@ def test_a_kill_loses_no_file_of_others(clone: Path, monkeypatch: pytest.MonkeyP
     ("name", "content"),
     [
         ("config.json", {"model_type": "mote"}),
-        ("config.json", {"model_type": "bert", "experts": [], "backbone_config": {}}),
-        ("config.json", ["mote"]),
         ("mote.json", {"format": 1, "steps": []}),
         ("mote.json", {"format": 2, "steps": [{"step": "x"}]}),
     ],
@@ -277,12 +275,6 @@ def test_a_folder_is_ours_by_what_its_marks_hold(name: str, content: object, tmp
     (tmp_path / name).write_text(json.dumps(content))
     with pytest.raises(FileExistsError, match="holds something other than a MoTE"):
         refuse_occupied(tmp_path, overwrite=True)
-
-
-def test_models_are_ours_without_a_record(upcycled: Path, tmp_path: Path) -> None:
-    shutil.copytree(upcycled, tmp_path / "out")
-    (tmp_path / "out" / "mote.json").unlink()  # as saved by Sentence-Transformers
-    refuse_occupied(tmp_path / "out", overwrite=True)
 
 
 def test_a_result_in_around_or_at_its_source_is_refused(tmp_path: Path) -> None:

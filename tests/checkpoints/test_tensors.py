@@ -17,7 +17,7 @@ def test_headers(tmp_path: Path) -> None:
     header = read_header(path)
     assert header.keys() == tensors.keys()
     for name, location in header.items():
-        data = content[location.offset : location.offset + location.size]
+        data = content[location.offset : location.offset + tensors[name].nbytes]
         assert bytes(tensors[name].view(torch.uint8).flatten().tolist()) == data
         assert (location.torch_dtype, location.shape) == (tensors[name].dtype, tuple(tensors[name].shape))
         found = read_on_meta([path])[name]

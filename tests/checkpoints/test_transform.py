@@ -1,7 +1,6 @@
 """Verbs on disk: open, load, call, write, record."""
 
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,14 +100,6 @@ def test_a_hook_adds_to_the_folder_and_the_record(mote: Path, tmp_path: Path) ->
     assert (step["opset"], step["settings"]) == (20, {"name": "a", "backend": "onnx"})
     assert step["command"] == "mote export e5-mote --expert a --backend onnx --out out"
     assert "onnx/model.onnx" in read_json(out / "mote.json")["files"]
-
-
-def test_other_kinds_of_functions_and_arguments(mote: Path, tmp_path: Path) -> None:
-    whole = transform(mote, tmp_path / "whole", scale, 0.5)
-    part = transform(mote, tmp_path / "part", partial(scale, factor=torch.tensor(0.5)))
-    assert read_steps(part)[1]["step"] == "scale"
-    weights = [MoTEModel.from_pretrained(folder).state_dict() for folder in (whole, part)]
-    assert all(one.equal(weights[1][name]) for name, one in weights[0].items())
 
 
 def fail(model: Any) -> None:

@@ -153,7 +153,7 @@ def test_a_folder_with_some_of_its_experts(with_legal: Path, legal: Path, tmp_pa
     MoTEModel.from_pretrained(with_legal, experts=["clustering"]).save_pretrained(partial)
     assert "not here" in str(list_experts(str(partial)))
     assert base_hash(partial) == base_hash(with_legal)
-    with pytest.raises(ValueError, match="'legal' was not loaded"):
+    with pytest.raises(ValueError, match="Unknown expert 'legal'"):
         extract(str(partial), "legal", tmp_path / "out")
     out = add(partial, legal, tmp_path / "more", name="law", instruction="law: ")
     assert MoTEModel.from_pretrained(out).config.available_experts == ["clustering", "law"]

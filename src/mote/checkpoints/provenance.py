@@ -7,23 +7,12 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mote.files import read_json, write_json
 
 RECORD_FILE = "mote.json"
 FORMAT = 1  # readers refuse later formats
-
-
-class Described(Protocol):
-    """What a step can name as a source: a checkpoint, an expert artefact."""
-
-    @property
-    def public_name(self) -> str:
-        """Hub id, or the folder's name without its parents."""
-
-    def provenance(self) -> dict[str, Any]:
-        """Return `name`, `revision` and hashes; may read all of its files."""
 
 
 def new_step(
@@ -81,25 +70,25 @@ def command_line(*words: str, **options: Any) -> str:
 
     A list or dict becomes a repeated option in the singular (`tasks={"a": "b"}`: `--task a=b`), a bool a flag.
     """
-    line = ["mote", *map(_word, words)]
+    line = ["mote", *words]
     for name, value in options.items():
         option = "--" + name.replace("_", "-")
         if isinstance(value, bool):
             line.append(option if value else option.replace("--", "--no-", 1))
-        elif isinstance(value, Mapping):
-            pairs = [f"{_word(key)}={_word(one)}" for key, one in value.items()]
-            line += [word for pair in pairs for word in (option.removesuffix("s"), pair)]
-        elif isinstance(value, list | tuple):
-            line += [word for one in value for word in (option.removesuffix("s"), _word(one))]
+        elif isinstance(value, Mapping | list | tuple):
+            line += [word for one in as_words(value) for word in (option.removesuffix("s"), one)]
         elif value is not None:
-            line += [option, _word(value)]
+            line += [option, *as_words(value)]
     return shlex.join(line)
 
 
-def _word(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:g}"
-    return str(plain(value)) if value is not None else ""
+def as_words(value: Any) -> list[str]:
+    """Write a value, or each of several, as on a command line: a mapping as `name=value`."""
+    if isinstance(value, Mapping):
+        return [f"{plain(name)}={'' if one is None else as_words(one)[0]}" for name, one in value.items()]
+    if isinstance(value, list | tuple):
+        return [word for one in value for word in as_words(one)]
+    return [f"{value:g}" if isinstance(value, float) else str(plain(value))]
 
 
 def plain(value: Any) -> Any:

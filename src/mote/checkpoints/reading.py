@@ -3,18 +3,17 @@
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import torch
-from safetensors import safe_open
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from mote import hub
 from mote.checkpoints import nomic, nomic_moe, nv_embed
-from mote.checkpoints.tensors import is_finite, load_pickle, read_on_meta, read_shapes
+from mote.checkpoints.tensors import MappedFiles, is_finite, read_on_meta, read_shapes
 from mote.files import read_json, sha256_of
 from mote.remote.architectures_mote import ARCHITECTURES
-from mote.remote.configuration_mote import MoTEConfig, alternatives
+from mote.remote.configuration_mote import MoTEConfig
 
 TOKEN_ROUTED = "mote_token_routed"
 ATTENTION_POOLING = "mote_attention_pooling"
@@ -111,14 +110,8 @@ class Checkpoint:
 
     def non_finite_weights(self) -> list[str]:
         """Name the tensors that hold NaN or infinite values; reads the weights, one at a time if the format allows."""
-        found = []
-        for path in self.weights:
-            if path.suffix != ".safetensors":
-                found += [key for key, tensor in load_pickle(path).items() if not is_finite(tensor)]
-                continue
-            with safe_open(path, framework="pt") as file:
-                found += [key for key in file.keys() if not is_finite(file.get_tensor(key))]  # noqa: SIM118
-        return found
+        files = MappedFiles(self.weights)
+        return [key for key in files.stored if not is_finite(files[key])]
 
 
 @dataclass(eq=False)
@@ -132,19 +125,6 @@ class MoTECheckpoint(Checkpoint):
     config: MoTEConfig
 
 
-class _Place(NamedTuple):
-    """A source that has been found: its name, folder, commit on the Hub, and the content of config.json."""
-
-    src: str
-    folder: Path
-    commit: str | None
-    settings: dict[str, Any]
-
-    @property
-    def model_type(self) -> Any:
-        return self.settings.get("model_type")
-
-
 def open_checkpoint(src: str, revision: str | None = None) -> Checkpoint:
     """Open a checkpoint of any kind, without reading the weights. Its code is not run.
 
@@ -155,7 +135,7 @@ def open_checkpoint(src: str, revision: str | None = None) -> Checkpoint:
     Returns:
         The checkpoint; a MoTE as a `MoTECheckpoint`.
     """
-    checkpoint = _open(_locate(src, revision))
+    checkpoint = _open(src, revision)
     if checkpoint.format in ("nomic_moe", "nv_embed"):
         raise ValueError(f"{src} is in a format of its own: write it in MoTE's first, `mote upcycle --src {src}`")
     return checkpoint
@@ -166,24 +146,46 @@ def open_dense(src: str, revision: str | None = None) -> Checkpoint:
 
     As `open_checkpoint`, with a `ValueError` for a MoTE that already has task experts.
     """
-    place = _locate(src, revision)
-    if place.model_type in MOTE_CLASSES.keys() - {TOKEN_ROUTED}:
+    checkpoint = _open(src, revision)
+    if is_mote(checkpoint.config) and checkpoint.config.model_type != TOKEN_ROUTED:
         raise ValueError(f"{src} is already a MoTE: upcycling starts from a dense or a token-routed model")
-    return _open(place)
+    return checkpoint
 
 
 def open_mote(src: str, revision: str | None = None) -> MoTECheckpoint:
     """Open a MoTE: as `open_checkpoint`, with a `ValueError` for a dense model."""
-    place = _locate(src, revision)
-    if place.model_type not in MOTE_CLASSES:
+    checkpoint = _open(src, revision)
+    if isinstance(checkpoint, MoTECheckpoint):
+        return checkpoint
+    kind = checkpoint.config.model_type
+    raise ValueError(f"{src} is not a MoTE but a {kind!r}: `mote upcycle` makes a MoTE of a dense model")
+
+
+def _open(src: str, revision: str | None) -> Checkpoint:
+    folder, commit = _locate(src, revision)
+    settings = read_json(folder / "config.json")
+    kind, weights = settings.get("model_type"), _weight_files(folder, src)
+    if kind in MOTE_CLASSES:
+        config = mote_class(kind, "config").from_dict(settings)
+        return MoTECheckpoint(src, folder, commit, config, weights, "mote")
+    if nomic_moe.is_original(settings):
+        config = nomic_moe.native_config(settings, read_shapes(weights), src)
+        return Checkpoint(src, folder, commit, config, weights, "nomic_moe")
+    if nv_embed.is_original(settings):
+        pooling = nv_embed.pooling_settings(settings, read_shapes(weights), src)
+        published = (nv_embed.KEY_MAPPING, pooling, nv_embed.POOLING_WEIGHTS)
+        return Checkpoint(src, folder, commit, nv_embed.native_config(settings, src), weights, "nv_embed", *published)
+    if nomic.is_original(settings):
+        shapes = read_shapes(weights)
+        config = nomic.native_config(settings, shapes, src)
+        return Checkpoint(src, folder, commit, config, weights, "nomic", nomic.key_mapping(shapes))
+    if kind not in CONFIG_MAPPING:
         raise ValueError(
-            f"{src} is not a MoTE but a {place.model_type!r}: `mote upcycle` makes a MoTE of a dense model"
+            f"{src} has the architecture {kind!r}, which this version of transformers does not have natively. "
+            f"Supported by MoTE: {', '.join(ARCHITECTURES)}."
         )
-    return _open_mote(place)
-
-
-def _open(place: _Place) -> Checkpoint:
-    return _open_mote(place) if place.model_type in MOTE_CLASSES else _open_dense(place)
+    settings.pop("auto_map", None)  # names code of the source, which is neither used nor copied
+    return Checkpoint(src, folder, commit, CONFIG_MAPPING[kind].from_dict(settings), weights)
 
 
 def is_mote(config: PreTrainedConfig) -> TypeGuard[MoTEConfig]:
@@ -204,8 +206,8 @@ def mote_class(model_type: str, kind: Literal["config", "model", "masked_lm"]) -
     return getattr(import_module(f"mote.remote.{module}"), name)
 
 
-def _locate(src: str, revision: str | None) -> _Place:
-    """Find a source, and read its config.json."""
+def _locate(src: str, revision: str | None) -> tuple[Path, str | None]:
+    """Find the folder of a source and, if it is on the Hub, its commit; download it."""
     folder, commit = Path(src), None
     if not folder.is_dir():
         folder = hub.fetch(src, revision, [*FILES_BESIDE_WEIGHTS, "model*.safetensors"])
@@ -216,7 +218,7 @@ def _locate(src: str, revision: str | None) -> _Place:
         raise ValueError(f"{src} is a folder: it has no revision {revision!r}, only sources on the Hub have one")
     if (folder / "adapter_config.json").is_file():
         raise ValueError(f"{src} is a PEFT adapter: merge it into its base model first (merge_and_unload)")
-    return _Place(src, folder, commit, read_json(folder / "config.json"))
+    return folder, commit
 
 
 def _weight_files(folder: Path, src: str) -> list[Path]:
@@ -230,50 +232,9 @@ def _weight_files(folder: Path, src: str) -> list[Path]:
     raise FileNotFoundError(f"{src} has no weights: expected model.safetensors or pytorch_model.bin; found {found}")
 
 
-def _open_mote(place: _Place) -> MoTECheckpoint:
-    config = mote_class(place.model_type, "config").from_pretrained(place.folder)
-    weights = _weight_files(place.folder, place.src)
-    return MoTECheckpoint(place.src, place.folder, place.commit, config, weights, "mote")
-
-
-def _open_dense(place: _Place) -> Checkpoint:
-    src, folder, commit, settings = place
-    weights = _weight_files(folder, src)
-    if nomic_moe.is_original(settings):
-        routed = nomic_moe.native_config(settings, read_shapes(weights), src)
-        return Checkpoint(src, folder, commit, routed, weights, "nomic_moe")
-    if nv_embed.is_original(settings):
-        config = nv_embed.native_config(settings, src)
-        pooling = nv_embed.pooling_settings(settings, read_shapes(weights), src)
-        published = (nv_embed.KEY_MAPPING, pooling, nv_embed.POOLING_WEIGHTS)
-        return Checkpoint(src, folder, commit, config, weights, "nv_embed", *published)
-    if nomic.is_original(settings):
-        shapes = read_shapes(weights)
-        config = nomic.native_config(settings, shapes, src)
-        return Checkpoint(src, folder, commit, config, weights, "nomic", nomic.key_mapping(shapes))
-    if place.model_type not in CONFIG_MAPPING:
-        raise ValueError(
-            f"{src} has the architecture {place.model_type!r}, which this version of transformers does not have "
-            f"natively. Supported by MoTE: {', '.join(ARCHITECTURES)}."
-        )
-    config = AutoConfig.from_pretrained(place.folder)
-    vars(config).pop("auto_map", None)  # names code of the source, which is neither used nor copied
-    return Checkpoint(src, folder, commit, config, weights)
-
-
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """Return the dtype that "auto" stands for: the config's, else that of the first floating-point weights."""
     if isinstance(checkpoint.config.dtype, torch.dtype):
         return checkpoint.config.dtype
     tensors = read_on_meta(checkpoint.weights).values()
     return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
-
-
-def require_expert(config: MoTEConfig, name: str) -> str:
-    """Return the name of an expert whose weights are present, else raise `ValueError`."""
-    if name not in config.experts:
-        raise ValueError(f"Unknown expert {name!r}." + alternatives(name, config.experts))
-    if name not in config.available_experts:
-        present = ", ".join(map(repr, config.available_experts))
-        raise ValueError(f"The expert {name!r} was not loaded, or not saved with this model, which has only {present}")
-    return name

@@ -3,32 +3,26 @@
 import fnmatch
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from mote.checkpoints.provenance import RECORD_FILE, read_steps, recorded_files
-from mote.files import Staging, read_json
+from mote.checkpoints.provenance import read_steps, recorded_files
+from mote.files import Staging
 
 EXPERT_FILE = "expert.safetensors"
 
-# Files with these names belong to a model and are removed when it is replaced, as are those that its `mote.json` lists;
-# all other files are somebody else's.
+# Files that a replaced model loses beside those that its `mote.json` lists: weights, also those that others converted
+# them into, and settings that readers would combine with the new model's. All other files are kept.
 _WEIGHTS = (
     *("model.safetensors", "model-[0-9]*-of-[0-9]*.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin", "pytorch_model-[0-9]*-of-[0-9]*.bin", "pytorch_model.bin.index.json"),
 )
-_CODE = ("*_mote.py",)
-_MODULES = ("[0-9]*_*/*",)
-_MODEL_FILES = (
-    *_WEIGHTS,
-    *("config.json", "generation_config.json", "modules.json", "README.md", RECORD_FILE),
-    *("config_sentence_transformers.json", "sentence_bert_config.json"),
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "vocab.txt", "vocab.json", "merges.txt", "sentencepiece*.model", "spiece.model"),
+_OTHERS = (
     *("onnx/*.onnx*", "openvino/*.xml", "openvino/*.bin", EXPERT_FILE),
+    *("generation_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
 )
 
 
@@ -43,16 +37,10 @@ def refuse_occupied(out: Path, overwrite: bool = False) -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether a folder holds a model or an expert of this package, judged by the content of its files."""
+    """Whether a folder holds a model or an expert of this package: whether a `mote.json` says how it was made."""
     with suppress(OSError, ValueError):
-        if read_steps(folder):
-            return True
-    try:  # a MoTE that was saved by other means
-        config = read_json(folder / "config.json")
-        fields = (config["backbone_config"], config["experts"])
-    except (OSError, ValueError, KeyError):
-        return False
-    return str(config.get("model_type")).startswith("mote") and tuple(map(type, fields)) == (dict, list)
+        return bool(read_steps(folder))
+    return False
 
 
 def refuse_source(out: Path, source: Path) -> None:
@@ -89,39 +77,26 @@ class ModelStaging(Staging):
 
     def _keep_other_files(self) -> None:
         """Link files of the replaced folder into the new one, unless they belong to the replaced model."""
-        belongs = self._belongs_to_model()
+        recorded = set(recorded_files(self.out))
         for path in self.out.rglob("*"):
             name = path.relative_to(self.out)
             target = self.folder / name
             if path.is_dir() and not path.is_symlink():
-                if not any(path.iterdir()) and not _matches(name, ("[0-9]*_*",)):  # git needs empty folders
+                if not any(path.iterdir()):  # git needs empty folders
                     target.mkdir(parents=True, exist_ok=True)
-            elif not (belongs(name) or os.path.lexists(target)):
+            elif not (self._belongs_to_model(name.as_posix(), recorded) or os.path.lexists(target)):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 try:
                     os.link(path, target, follow_symlinks=False)
                 except (OSError, NotImplementedError):  # a file or operating system without such links
                     shutil.copy2(path, target, follow_symlinks=False)
 
-    def _belongs_to_model(self) -> Callable[[Path], bool]:
-        """Return a function that tells whether a file of the replaced folder goes with the replaced model.
-
-        Patterns as wide as those of code and modules, which other files may match, only count without a `mote.json`.
-        """
-        recorded: set[str] = set()
-        with suppress(ValueError):
-            recorded = set(recorded_files(self.out))
+    def _belongs_to_model(self, name: str, recorded: set[str]) -> bool:
+        """Whether a file goes with the replaced model."""
         if self.in_place:
-            return lambda name: (
-                _matches(name, _WEIGHTS) or (_matches(name, _CODE) and (not recorded or name.as_posix() in recorded))
-            )
-        patterns = _MODEL_FILES if recorded else (*_MODEL_FILES, *_CODE, *_MODULES)
-        return lambda name: name.as_posix() in recorded or _matches(name, patterns)
+            return _matches(name, _WEIGHTS) or (name.endswith(".py") and name in recorded)
+        return name in recorded or _matches(name, (*_WEIGHTS, *_OTHERS))
 
 
-def _matches(name: Path, patterns: Iterable[str]) -> bool:
-    """Whether a path matches one of the patterns, part by part."""
-    return any(
-        len(name.parts) == len(parts) and all(map(fnmatch.fnmatchcase, name.parts, parts))
-        for parts in (pattern.split("/") for pattern in patterns)
-    )
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

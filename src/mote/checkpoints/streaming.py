@@ -12,14 +12,14 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import TensorSpec, safe_open, serialize_file
+from safetensors import TensorSpec, serialize_file
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from mote.checkpoints.reading import Checkpoint
-from mote.checkpoints.tensors import load_pickle, read_on_meta, weight_name
+from mote.checkpoints.tensors import MappedFiles, weight_name
 from mote.files import write_json
 from mote.remote.modeling_mote import MoTEModel
 from mote.reporting import megabytes
@@ -79,29 +79,6 @@ class DenseWeights:
             rule.add_tensor(first, key, pattern or key, tensor)  # type: ignore[arg-type]  # the library does so, too
         made = rule.convert(first, model=self.model, config=self.model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
-
-
-class MappedFiles:
-    """The tensors of some weight files. One file is open at a time, memory-mapped if its format allows."""
-
-    def __init__(self, paths: Iterable[Path]) -> None:
-        self.file_of: dict[str, Path] = {}
-        self.stored: dict[str, torch.Tensor] = {}  # without weights
-        for path in paths:
-            tensors = read_on_meta([path])
-            self.stored |= tensors
-            self.file_of |= dict.fromkeys(tensors, path)
-        self.opened: Path | None = None
-        self.read: Callable[[str], torch.Tensor] = self.stored.__getitem__
-
-    def __getitem__(self, key: str) -> torch.Tensor:
-        path = self.file_of[key]
-        if self.opened != path:
-            self.read = self.stored.__getitem__  # closes one file before the next is opened
-            is_pickle = path.suffix != ".safetensors"
-            self.read = load_pickle(path).__getitem__ if is_pickle else safe_open(path, "pt").get_tensor
-            self.opened = path
-        return self.read(key)
 
 
 def can_stream(model: MoTEModel, dense: DenseWeights) -> bool:

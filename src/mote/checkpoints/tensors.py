@@ -5,7 +5,7 @@ import math
 import pickle
 import re
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers.modeling_utils import load_state_dict, str_to_torch_dtype
+from transformers.modeling_utils import load_state_dict
 
 from mote.remote.architectures_mote import architecture_of
 from mote.remote.configuration_mote import MoTEConfig
@@ -67,32 +67,22 @@ def token_routing(config: Any) -> "TokenRoutedConfig | None":
 
 
 class TensorLocation(NamedTuple):
-    """Where a tensor is in a safetensors file; `dtype` is the file's name for it: `F32`."""
+    """Where a tensor is in a safetensors file."""
 
     path: Path
     offset: int
-    size: int
-    dtype: str
+    torch_dtype: torch.dtype
     shape: tuple[int, ...]
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The type in torch."""
-        return str_to_torch_dtype[self.dtype]
 
 
 def read_header(path: Path) -> dict[str, TensorLocation]:
     """Read where the tensors of a safetensors file are; errors as from `read_on_meta`."""
-    read_on_meta([path])  # checks the header
+    stored = read_on_meta([path])  # checks the header
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    tensors = {}
-    for name, entry in header.items():
-        first, last = entry["data_offsets"]
-        tensors[name] = TensorLocation(path, 8 + length + first, last - first, entry["dtype"], tuple(entry["shape"]))
-    return tensors
+    starts = {name: 8 + length + header[name]["data_offsets"][0] for name in stored}
+    return {name: TensorLocation(path, starts[name], one.dtype, tuple(one.shape)) for name, one in stored.items()}
 
 
 def read_on_meta(files: Iterable[Path]) -> dict[str, torch.Tensor]:
@@ -119,6 +109,29 @@ def load_pickle(path: Path, device: str = "cpu") -> dict[str, torch.Tensor]:
     """Load the tensors of a pickle, memory-mapped unless it is in the format of torch before 1.6."""
     state = torch.load(path, map_location=device, weights_only=True, mmap=zipfile.is_zipfile(path))
     return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+class MappedFiles:
+    """The tensors of some weight files. One file is open at a time, memory-mapped if its format allows."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self.file_of: dict[str, Path] = {}
+        self.stored: dict[str, torch.Tensor] = {}  # without weights
+        for path in paths:
+            tensors = read_on_meta([path])
+            self.stored |= tensors
+            self.file_of |= dict.fromkeys(tensors, path)
+        self.opened: Path | None = None
+        self.read: Callable[[str], torch.Tensor] = self.stored.__getitem__
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        path = self.file_of[key]
+        if self.opened != path:
+            self.read = self.stored.__getitem__  # closes one file before the next is opened
+            is_pickle = path.suffix != ".safetensors"
+            self.read = load_pickle(path).__getitem__ if is_pickle else safe_open(path, "pt").get_tensor
+            self.opened = path
+        return self.read(key)
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -170,26 +183,19 @@ def parameter_counts(model: "MoTEModel") -> dict[str, Any]:
 
 
 def experts_are_copies(weights: list[Path], config: Any) -> bool:
-    """Whether the experts of a MoTE are equal, as upcycling leaves them; reads one weight at a time.
-
-    Compressed experts, and files of another format than safetensors, count as different.
-    """
-    if config.compression is not None or any(path.suffix != ".safetensors" for path in weights):
+    """Whether the experts of a MoTE are equal, as upcycling leaves them; compressed ones count as different."""
+    if config.compression is not None:
         return False
-    first: dict[tuple[Any, str], tuple[Path, str]] = {}
-    for path in weights:
-        with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118  # not a dict
-                if ".feed_forward.experts." in key and not config.routes_by_task:
-                    stack = file.get_tensor(key)  # [E, …]
-                    if not torch.equal(stack, stack[:1].expand_as(stack)):
-                        return False
-                name = weight_name(key, config)
-                if name.expert is None:
-                    continue
-                where = first.setdefault((name.layer, name.dense), (path, key))
-                if where[1] != key:
-                    with safe_open(where[0], framework="pt") as other:
-                        if not torch.equal(other.get_tensor(where[1]), file.get_tensor(key)):
-                            return False
+    files = MappedFiles(weights)
+    first: dict[tuple[Any, str], str] = {}
+    for key in files.stored:
+        if ".feed_forward.experts." in key and not config.routes_by_task:
+            stack = files[key]  # [E, …]
+            if not torch.equal(stack, stack[:1].expand_as(stack)):
+                return False
+        name = weight_name(key, config)
+        if name.expert is not None:
+            other = first.setdefault((name.layer, name.dense), key)
+            if other != key and not torch.equal(files[other], files[key]):
+                return False
     return len(config.experts) > 1

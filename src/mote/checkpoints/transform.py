@@ -4,7 +4,6 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,11 +11,12 @@ from transformers import PreTrainedModel
 
 from mote.checkpoints.models import load_mote, load_tokenizer
 from mote.checkpoints.options import WriteOptions
-from mote.checkpoints.provenance import command_line, new_step, plain
-from mote.checkpoints.reading import MoTECheckpoint, has_head, is_mote, open_mote, require_expert
+from mote.checkpoints.provenance import as_words, command_line, new_step
+from mote.checkpoints.reading import MoTECheckpoint, has_head, is_mote, open_mote
 from mote.checkpoints.staging import refuse_source
 from mote.checkpoints.tensors import require_unquantised
 from mote.checkpoints.writing import Repository, require_writable
+from mote.remote.configuration_mote import require_known
 
 logger = logging.getLogger(__name__)
 
@@ -82,9 +82,6 @@ def transform(
         The folder.
     """
     options = options or WriteOptions()
-    given: Any = function
-    if isinstance(given, partial) and not given.args:
-        function, kwargs = given.func, {**given.keywords, **kwargs}
     name = getattr(function, "__name__", type(function).__name__)
     spec = getattr(function, "verb", None) or Verb(name, f"made by `{name}` of")
     arguments = _arguments(function, args, kwargs)
@@ -97,7 +94,9 @@ def transform(
         for other in others:
             refuse_source(target, other.folder)
     tokenizer = load_tokenizer(source)
-    expert = require_expert(source.config, arguments[spec.loads]) if spec.loads else None
+    expert = arguments[spec.loads] if spec.loads else None
+    if expert is not None:
+        require_known(expert, source.config.available_experts, "expert")
     experts = [expert] if expert is not None and source.config.routes_by_task else None
     model = load_mote(source, experts, with_head=True)
     changed = function(model, *args, **kwargs)
@@ -156,24 +155,15 @@ def _target(source: MoTECheckpoint, out: str | Path | None, options: WriteOption
 
 def _command(spec: Verb, source: MoTECheckpoint, settings: Mapping[str, Any], place: dict[str, Any]) -> str:
     options = dict(settings)
-    words = [word for name in spec.positional for word in _words(options.pop(name, None))]
+    words = [word for name in spec.positional if name in options for word in as_words(options.pop(name))]
     named = {(spec.options or {}).get(name, name): value for name, value in options.items()}
     return command_line(*spec.words.split(), source.public_name, *words, **named, **place)
 
 
-def _words(value: Any) -> list[str]:
-    if value is None:
-        return []
-    if isinstance(value, Mapping):
-        values = {key: f"{one:g}" if isinstance(one, int | float) else one or "" for key, one in value.items()}
-        values |= {key: str(one).lower() for key, one in value.items() if isinstance(one, bool)}
-        return [f"{plain(key)}={one}" for key, one in values.items()]
-    return [str(plain(one)) for one in (value if isinstance(value, list | tuple) else [value])]
-
-
 def _shown(value: Any) -> str:
     """Format an argument for the card."""
-    return ", ".join(f"`{word}`" for word in _words(value)) if isinstance(value, Mapping | list) else str(plain(value))
+    words = as_words(value)
+    return ", ".join(f"`{word}`" for word in words) if isinstance(value, Mapping | list) else words[0]
 
 
 def _sources_in(values: Iterable[Any]) -> Iterator[Any]:

@@ -15,7 +15,7 @@ from mote.checkpoints.cards import new_card, rewritten_card
 from mote.checkpoints.models import quiet_transformers
 from mote.checkpoints.options import WriteOptions
 from mote.checkpoints.plain import write_plainly
-from mote.checkpoints.provenance import Described, read_steps, recorded_files, write_steps
+from mote.checkpoints.provenance import read_steps, recorded_files, write_steps
 from mote.checkpoints.reading import Checkpoint, MoTECheckpoint, has_head, is_mote, open_checkpoint
 from mote.checkpoints.sentence_transformers import max_seq_length, write_sentence_transformer
 from mote.checkpoints.st_settings import Pipeline, Retrieval, retrieval_in
@@ -55,7 +55,7 @@ class Repository:
         source: The checkpoint that became this model. If it is in the folder to write, its other files are kept.
         steps: How the model was made of it, as from `new_step`. The last one gets the hashes of the sources, and what
             `after` returns.
-        others: What else the model was made from.
+        others: What else the model was made from: experts or checkpoints, which have a `provenance()`.
         tokenizer: Its tokenizer.
         expert: If it is a single expert of the source: its name. Its instruction becomes the default prompt.
         names: If a dense model was made from a dense source: its tasks, instructions and pooling.
@@ -69,7 +69,7 @@ class Repository:
     model: "PreTrainedModel | SentenceTransformer | SparseEncoder"
     source: Checkpoint
     steps: list[dict[str, Any]]
-    others: Sequence[Described] = ()
+    others: Sequence[Any] = ()
     tokenizer: Any = None
     expert: str | None = None
     names: MoTEConfig | None = None
@@ -147,7 +147,7 @@ class Repository:
         (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def _provenance_of(sources: Sequence[Described]) -> list[dict[str, Any]]:
+def _provenance_of(sources: Sequence[Any]) -> list[dict[str, Any]]:
     """Describe sources for `mote.json`, and warn of weights that make embeddings useless."""
     for source in sources:
         if isinstance(source, Checkpoint) and (names := source.non_finite_weights()):

@@ -19,14 +19,13 @@ from transformers import CONFIG_MAPPING
 from mote import hub
 from mote.checkpoints.options import WriteOptions
 from mote.checkpoints.provenance import command_line, new_step, read_steps, recorded_files, write_steps
-from mote.checkpoints.reading import is_mote, open_mote, require_expert
+from mote.checkpoints.reading import is_mote, open_mote
 from mote.checkpoints.staging import EXPERT_FILE, ModelStaging
-from mote.checkpoints.streaming import MappedFiles
-from mote.checkpoints.tensors import HEAD, weight_name
+from mote.checkpoints.tensors import HEAD, MappedFiles, weight_name
 from mote.checkpoints.writing import require_writable
 from mote.experts.checks import require_task_experts, require_uncompressed
 from mote.files import sha256_of
-from mote.remote.configuration_mote import MoTEConfig
+from mote.remote.configuration_mote import MoTEConfig, require_known
 from mote.reporting import Report, millions, table
 
 if TYPE_CHECKING:
@@ -122,7 +121,7 @@ def extract(
         hub.refuse_whole_model(repo_id)
     require_task_experts(config)
     require_uncompressed(config)
-    require_expert(config, name)
+    require_known(name, config.available_experts, "expert")
     logger.info("Extracting the expert %s …", name)
     files = MappedFiles(source.weights)
     names = {key: weight_name(key, config) for key in files.stored}

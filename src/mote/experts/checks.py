@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mote.checkpoints.reading import require_expert
 from mote.checkpoints.tensors import require_unquantised
+from mote.remote.configuration_mote import require_known
 
 if TYPE_CHECKING:
     from mote.remote.configuration_mote import MoTEConfig
@@ -44,7 +44,7 @@ def require_mergeable(model: "MoTEModel") -> None:
     require_task_experts(model.config)
     require_uncompressed(model.config)
     for name in model.config.experts:
-        require_expert(model.config, name)
+        require_known(name, model.config.available_experts, "expert")
     require_plain_weights(model)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from mote.checkpoints.reading import Checkpoint, require_expert
+from mote.checkpoints.reading import Checkpoint
 from mote.checkpoints.transform import Verb
 from mote.experts.artefact import ExpertArtefact
 from mote.experts.blocks import mean_of_experts, set_experts, weights_by_expert
@@ -130,7 +130,7 @@ def weights(model: "MoTEModel", name: str) -> dict[str, torch.Tensor]:
         ValueError: If there is no such expert, or the experts cannot be edited, as in `add`.
     """
     require_editable(model, uncompressed=True)
-    require_expert(model.config, name)
+    require_known(name, model.config.available_experts, "expert")
     return weights_by_expert(model.config, model.state_dict())[name]
 
 

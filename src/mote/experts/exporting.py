@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModel, PreTrainedModel
 
 from mote.checkpoints import nomic
-from mote.checkpoints.reading import ATTENTION_POOLING, is_mote, mote_class, require_expert
+from mote.checkpoints.reading import ATTENTION_POOLING, is_mote, mote_class
 from mote.checkpoints.tensors import without_head
 from mote.checkpoints.transform import Verb
 from mote.experts.blocks import weights_by_expert
@@ -54,7 +54,7 @@ def export(
     """
     require_task_experts(model.config)
     require_plain_weights(model)
-    require_expert(model.config, name)
+    require_known(name, model.config.available_experts, "expert")
     backbone: Any = model.config.backbone_config
     if format == "published":
         require_known(backbone.model_type, [*PUBLISHED], "architecture with a published format of its own:")

@@ -15,7 +15,8 @@ from mote.checkpoints.models import dense_without_weights, load_dense, load_toke
 from mote.checkpoints.provenance import RECORD_FILE, command_line, new_step
 from mote.checkpoints.reading import Checkpoint, mote_class
 from mote.checkpoints.st_settings import write_instruction_pooling
-from mote.checkpoints.streaming import DenseWeights, MappedFiles, can_stream, write_weights
+from mote.checkpoints.streaming import DenseWeights, can_stream, write_weights
+from mote.checkpoints.tensors import MappedFiles
 from mote.checkpoints.tokens import EOS, apply_end_token, ends_texts, with_padding_token
 from mote.checkpoints.writing import Repository, require_writable
 from mote.remote.modeling_mote import MoTEModel
