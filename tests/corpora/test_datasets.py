@@ -130,31 +130,11 @@ def test_a_corpus_adds_candidates(data: Path) -> None:
     assert "whale river whale river whale river" in [mined[0][f"negative_{number}"] for number in (1, 2, 3)]
 
 
-def test_given_negatives_are_kept_or_dropped(data: Path) -> None:
-    near, far = "the whale of the river", "nothing at all"
-    rows = [{"query": "whale river", "positive": "the whale of the river 0", "negative_1": near, "negative_2": far}]
-    write_rows(data / "retrieval/few/train.jsonl", rows * 2)
-    write_rows(data / "retrieval/animals/train.jsonl.gz", rows)
+def test_rows_that_have_negatives_are_refused(data: Path) -> None:
+    rows = [{"query": "otter", "positive": "the otter"}, {"query": "o", "positive": "p", "negative_1": "n"}]
+    write_rows(data / "retrieval/few/train.jsonl", rows)
     with pytest.raises(ValueError, match="already has negatives, and no others can be added"):
         mine(data, "bm25")
-    out = mine(data, "bm25", "judged", existing_only=True, relative_margin=0.05)
-    (row,) = rows_in(out / "retrieval/animals/train.jsonl.gz")
-    assert row == {"query": "whale river", "positive": "the whale of the river 0", "negative_1": far}
-
-
-def test_negatives_of_a_row_keep_their_spelling_and_order(data: Path) -> None:
-    rows = [
-        {"query": "otter", "positive": "the otter"},  # the first row has none
-        {"query": "whale", "positive": "the whale", "negative_1": "A  Lynx", "negative_2": "The WHALE"},
-        {"query": "heron", "positive": "the heron", "negative_1": "a lynx"},
-    ]
-    write_rows(data / "retrieval/few/train.jsonl", rows)
-    write_rows(data / "retrieval/animals/train.jsonl.gz", rows)
-    assert rows_in(mine(data, "bm25", existing_only=True) / "retrieval/few/train.jsonl.gz") == [
-        rows[0],
-        {key: text for key, text in rows[1].items() if key != "negative_2"},
-        rows[2],
-    ]
 
 
 def test_rows_whose_every_candidate_is_refused(data: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -383,6 +363,5 @@ def test_a_runtime_loads_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> 
     asked: list[Any] = []
     monkeypatch.setattr("mote.inference.runtimes.load_exported", lambda *args, **kwargs: asked.append((args, kwargs)))
     monkeypatch.setattr("mote.corpora.encoder.commit_of", lambda *_: "abc")
-    with pytest.raises(AttributeError):
-        Encoder("user/exported", CorpusOptions(backend="onnx", revision="main", trust_remote_code=True)).model  # noqa: B018
+    Encoder("user/exported", CorpusOptions(backend="onnx", revision="main", trust_remote_code=True)).model  # noqa: B018
     assert asked == [(("user/exported", "onnx"), {"revision": "abc", "trust_remote_code": True})]

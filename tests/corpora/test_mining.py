@@ -92,15 +92,6 @@ def test_sparse_and_hybrid_vectors_are_searched_exactly(dense: int) -> None:
     assert ranker.floor == (-np.inf if dense else 0)
 
 
-def test_filtering_existing_negatives_drops_repeats_and_known_positives() -> None:
-    texts = PairTexts.of(["q", "r"], [["one"], ["two"]], negatives=[["far", "near", "FAR ", "One"], []])
-    ranker = given([[0.8, 0.1, 0.2, 0.79], [0.1, 0.9, 0.2, 0.3]])
-    filtered = mine_rows(texts, ranker, MineOptions(existing_only=True), np.arange(2))
-    assert filtered["documents"].tolist() == [[2, -1, -1, -1], [-1, -1, -1, -1]]
-    assert filtered["too_near"].tolist() == [1, 0]
-    assert filtered["scores"][0, 0] == 0.2
-
-
 def test_a_pair_stays_if_its_positive_is_among_the_nearest() -> None:
     pairs = pairs_of(["a", "a", "b", "c"], ["a1", "a2", "b1", "c1"])
     ranker = given([[0.9, 0.5, 0.1, 0.2], [0.3, 0.3, 0.2, 0.4], [0.7, 0.2, 0.1, 0.7]])

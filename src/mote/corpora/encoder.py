@@ -11,7 +11,7 @@ import numpy as np
 from mote.checkpoints.hashing import folder_hash
 from mote.corpora.options import CorpusOptions
 from mote.hub import commit_of
-from mote.inference.loading import check_device, load_any_encoder, load_encoder, task_arguments
+from mote.inference.loading import load_any_encoder, load_encoder, task_arguments
 
 
 class Encoder:
@@ -26,8 +26,6 @@ class Encoder:
     def __init__(self, source: str, options: CorpusOptions, sparse: bool = False) -> None:
         self.source, self.options, self.sparse = source, options, sparse
         self._pool: dict[str, Any] | None = None
-        for device in options.devices:
-            check_device(device)
 
     @cached_property
     def commit(self) -> str | None:
@@ -53,11 +51,6 @@ class Encoder:
         else:
             settings |= {"dtype": options.model_dtype, "device": "meta" if options.engine == "ray" else device}
             model = (load_any_encoder if self.sparse else load_encoder)(self.source, **settings)
-        limits = {"max_length": model.max_seq_length, "dimensions": model.get_embedding_dimension()}
-        for name, limit in limits.items():
-            wanted = getattr(options, name)
-            if wanted is not None and limit is not None and wanted > limit:
-                raise ValueError(f"{name} is {wanted}, but the model has at most {limit}")
         if options.max_length is not None:
             model.max_seq_length = options.max_length
         return model

@@ -1,7 +1,6 @@
 """A job of embedding, shard by shard, and the engines that run it: this machine, or a Ray cluster."""
 
 import logging
-import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -92,8 +91,8 @@ def run(job: Job, numbers: Sequence[int], encoder: Encoder) -> Iterator[Shard]:
     """Embed shards of a job on the engine that the encoder's options name, and show the progress."""
     for task in {job.task, *job.texts.unique("task")} if numbers else ():
         encoder.arguments(task, job.prompt)
-    rows, begun = len(job.texts), time.perf_counter()
-    done = before = rows - sum(map(job.rows, numbers))
+    rows = len(job.texts)
+    done = rows - sum(map(job.rows, numbers))
     engine = _on_ray if encoder.options.engine == "ray" else _here
     with (
         tqdm(total=rows, initial=done, unit=" texts", desc="Embedding", disable=None) as bar,
@@ -104,8 +103,7 @@ def run(job: Job, numbers: Sequence[int], encoder: Encoder) -> Iterator[Shard]:
             done += shard.rows
             bar.update(max(0, done - bar.n))
             if bar.disable:
-                seconds = time.perf_counter() - begun
-                logger.info("%s", bar.format_meter(done, rows, seconds, unit=" texts", initial=before, ncols=0))
+                logger.info("%s of %s texts are embedded", f"{done:,}", f"{rows:,}")
 
 
 def _here(job: Job, numbers: Sequence[int], encoder: Encoder, progress: Callable[[int], object]) -> Generator[Shard]:

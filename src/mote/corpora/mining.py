@@ -56,7 +56,7 @@ def mine_negatives(
 
     def process(location: Location[Any], work: Path, make_ranker: Callable[[PairTexts, Path], Ranker]) -> Any:
         dataset = read_pairs(location, corpus)
-        if "negative" in dataset.columns.names and not chosen.existing_only:
+        if dataset.has_negatives:
             raise ValueError(f"{dataset.name} already has negatives, and no others can be added")
         counts = len(dataset.rows), len(dataset.texts.queries), len(dataset.texts.documents)
         logger.info("%s: %d rows, %d queries, %d documents", dataset.name, *counts)
@@ -68,13 +68,13 @@ def mine_negatives(
 
 
 def mine_rows(texts: PairTexts, ranker: Ranker, options: MineOptions, rows: np.ndarray) -> dict[str, np.ndarray]:
-    """Mine negatives for some rows of a dataset, or filter those that they have. A row does not depend on the others.
+    """Mine negatives for some rows of a dataset. A row does not depend on the others.
 
     Returns:
         `documents`, the index of each negative [R, n], -1 where fewer were accepted; their `scores` [R, n], NaN where
         there is none; `positive_scores` [R]; and `too_near`, the number of candidates that a margin excluded [R].
     """
-    count = max(map(len, texts.negatives)) if options.existing_only else options.negatives
+    count = options.negatives
     mined = {
         "documents": np.full((len(rows), count), -1),
         "scores": np.full((len(rows), count), np.nan),
@@ -82,12 +82,8 @@ def mine_rows(texts: PairTexts, ranker: Ranker, options: MineOptions, rows: np.n
         "too_near": np.zeros(len(rows), dtype=np.int64),
     }
     for index, scored in enumerate(score_rows(texts, ranker, rows)):
-        if options.existing_only:
-            existing = np.array([*dict.fromkeys(texts.negatives[scored.row])], dtype=np.int64)
-            candidates = existing[scored.others[existing] > -np.inf]
-        else:
-            candidates = best(scored.others, options.depth)[options.skip :]
-            candidates = candidates[scored.others[candidates] > ranker.floor]
+        candidates = best(scored.others, options.depth)[options.skip :]
+        candidates = candidates[scored.others[candidates] > ranker.floor]
         accepted = candidates[scored.scores[candidates] < _limit(options, scored.positive)]
         mined["positive_scores"][index] = scored.positive
         mined["too_near"][index] = len(candidates) - len(accepted)
@@ -111,14 +107,9 @@ def _limit(options: MineOptions, positive: float) -> float:
 
 
 def _with_negatives(dataset: PairDataset, documents: np.ndarray) -> Iterator[dict[str, Any]]:
-    replaced = dataset.columns.names.get("negative", ())
-    for row, places in enumerate(documents.tolist()):
-        # As the row spells them.
-        existing = dict(zip(dataset.texts.negatives[row], dataset.negatives[row], strict=True))
-        negatives = [existing.get(place, dataset.texts.documents[place]) for place in places if place >= 0]
-        columns = {f"negative_{number}": text for number, text in enumerate(negatives, start=1)}
-        kept = {name: value for name, value in dataset.rows[row].items() if name not in replaced}
-        yield {**kept, **columns}
+    for row, places in zip(dataset.rows, documents.tolist(), strict=True):
+        negatives = (dataset.texts.documents[place] for place in places if place >= 0)
+        yield {**row, **{f"negative_{number}": text for number, text in enumerate(negatives, start=1)}}
 
 
 def _statistics(mined: dict[str, np.ndarray]) -> dict[str, Any]:

@@ -113,7 +113,6 @@ class MineOptions(PairOptions):
         absolute_margin: Minimum gap between the scores of positive and negative. Default: no such condition.
         sampling: Which accepted candidates to take: the best-ranked (`top`), or random ones.
         seed: Random seed; candidates are drawn for each row independently.
-        existing_only: Mine nothing; only filter the negatives that rows already have, by the margins.
     """
 
     corpus: list[str | Path] = []
@@ -124,7 +123,6 @@ class MineOptions(PairOptions):
     absolute_margin: float | None = Field(default=None, ge=0)
     sampling: Literal["top", "random"] = "top"
     seed: int = 42
-    existing_only: bool = False
 
     @field_validator("relative_margin")
     @classmethod

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mote.data.columns import Columns, check_row, find_columns
+from mote.data.columns import check_row, find_columns
 from mote.data.rows import Location, read_rows, require_valid
 
 
@@ -21,10 +21,9 @@ class PairTexts:
 
     Attributes:
         queries: The anchors.
-        documents: The positives, the negatives that rows already have, and all other texts of the corpus.
+        documents: The positives, and all other texts of the corpus.
         anchors: Index of each row's anchor in `queries`, [R].
         positives: Indices of each row's positives in `documents`; the first one is scored.
-        negatives: Indices of the negatives that each row already has.
         known: For each query, the documents that are never its negatives: its positives in any row, and its own text.
     """
 
@@ -32,22 +31,14 @@ class PairTexts:
     documents: list[str]
     anchors: np.ndarray
     positives: list[list[int]]
-    negatives: list[list[int]]
     known: list[set[int]]
 
     @classmethod
-    def of(
-        cls,
-        anchors: Sequence[str],
-        positives: Sequence[Sequence[str]],
-        corpus: Iterable[str] = (),
-        negatives: Sequence[Sequence[str]] = (),
-    ) -> "PairTexts":
+    def of(cls, anchors: Sequence[str], positives: Sequence[Sequence[str]], corpus: Iterable[str] = ()) -> "PairTexts":
         """Collect the texts of rows, and further documents, each once."""
         queries, documents = _UniqueTexts(), _UniqueTexts()
         of_anchors = [queries.add(anchor) for anchor in anchors]
         of_positives = [[documents.add(text) for text in texts] for texts in positives]
-        of_negatives = [[documents.add(text) for text in texts] for texts in negatives]
         for text in corpus:
             if text.strip():  # trainers refuse empty negatives
                 documents.add(text)
@@ -60,7 +51,6 @@ class PairTexts:
             documents=documents.texts,
             anchors=np.array(of_anchors, dtype=np.int64),
             positives=of_positives,
-            negatives=of_negatives or [[] for _ in of_anchors],
             known=known,
         )
 
@@ -74,7 +64,6 @@ class PairTexts:
             documents=[self.documents[place] for place in places],
             anchors=anchors,
             positives=[[places[place] for place in row] for row in positives],
-            negatives=[[] for _ in positives],
             known=[{places[place] for place in self.known[query] if place in places} for query in queries.tolist()],
         )
 
@@ -98,12 +87,11 @@ def _normalized(text: str) -> str:
 
 @dataclass(frozen=True)
 class PairDataset:
-    """The rows of a dataset as they were read, the meaning of its columns, each row's negatives, and its texts."""
+    """The rows of a dataset as they were read, whether they have negatives, and its texts."""
 
     name: str
     rows: list[dict[str, Any]]
-    columns: Columns
-    negatives: list[tuple[str, ...]]
+    has_negatives: bool
     texts: PairTexts
 
 
@@ -125,11 +113,8 @@ def read_pairs(location: Location[Any], corpus: Iterable[str] = ()) -> PairDatas
             _as_line(row.content)  # it is written again in the end
         except (ValueError, TypeError) as error:
             raise ValueError(f"{row.where}: {error}") from error
-    anchors, positives, negatives = (
-        [getattr(each, name) for each in examples] for name in ("anchor", "positives", "negatives")
-    )
-    texts = PairTexts.of(anchors, positives, corpus, negatives)
-    return PairDataset(location.name, [row.content for row in rows], columns, negatives, texts)
+    texts = PairTexts.of([each.anchor for each in examples], [each.positives for each in examples], corpus)
+    return PairDataset(location.name, [row.content for row in rows], "negative" in columns.names, texts)
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:

@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-from pyarrow import parquet
 
 from mote.files import read_json, replaced
 
@@ -25,6 +23,9 @@ def write_shard(path: Path, ids: Sequence[str], embeddings: Any, dtype: str = "f
         with replaced(path) as unfinished:
             save_npz(unfinished, embeddings)
         return
+    import pyarrow
+    from pyarrow import parquet
+
     with np.errstate(over="ignore"):
         stored = embeddings.astype(dtype)
     broken = np.flatnonzero(~np.isfinite(stored).all(axis=1))
@@ -70,5 +71,7 @@ def read_shard(path: Path) -> Any:
     return column.flatten().to_numpy().reshape(len(column), -1).astype(np.float32)
 
 
-def _column(path: Path, name: str) -> pyarrow.Array:
+def _column(path: Path, name: str) -> Any:
+    from pyarrow import parquet
+
     return parquet.read_table(path, columns=[name], partitioning=None)[name].combine_chunks()

@@ -8,8 +8,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import pyarrow
-
 from mote.corpora.options import EmbedOptions
 from mote.data.columns import LABEL, STRING, check_value
 from mote.data.rows import find_datasets, read_rows, require_valid
@@ -23,7 +21,6 @@ TEXT_COLUMNS = ("text", "sentence", "document", "passage", "content", "query", "
 TITLE = "title"
 ID_COLUMNS = ("_id", "id")
 
-_SCHEMA = pyarrow.schema({"id": pyarrow.string(), "text": pyarrow.string(), "task": pyarrow.string()})
 _BATCH = 1000  # rows that are written at once; two such batches are in memory
 
 
@@ -95,12 +92,14 @@ def write_texts(path: Path, texts: Iterable[CorpusText]) -> tuple["Dataset", str
 
     Neither the length of the corpus nor the workers of a cluster matter then.
     """
+    import pyarrow
     from datasets import Dataset
 
+    schema = pyarrow.schema(dict.fromkeys(CorpusText._fields, pyarrow.string()))
     texts, digest = iter(texts), hashlib.sha256()
-    with replaced(path) as part, part.open("wb") as file, pyarrow.ipc.new_stream(file, _SCHEMA) as writer:
+    with replaced(path) as part, part.open("wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
         while batch := list(islice(texts, _BATCH)):
             for text in batch:
                 digest.update(json.dumps(text).encode())
-            writer.write_batch(pyarrow.record_batch(list(map(list, zip(*batch, strict=True))), schema=_SCHEMA))
+            writer.write_batch(pyarrow.record_batch(list(map(list, zip(*batch, strict=True))), schema=schema))
     return Dataset.from_file(str(path.absolute())), digest.hexdigest()
