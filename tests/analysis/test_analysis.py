@@ -10,6 +10,7 @@ import shutil
 import struct
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,16 @@ from mote import Analysis, upcycle
 from mote.analysis import plots
 from mote.analysis.divergence import divergence_of, neighbor_distributions
 from mote.analysis.results import ModelAnalysis
-from mote.analysis.similarity import ALL_PAIRS, cosines, embed, instructions_of, inter_task_similarity
+from mote.analysis.similarity import (
+    ALL_PAIRS,
+    Samples,
+    check_tasks,
+    cosines,
+    default_tasks,
+    embed,
+    instructions_of,
+    similarity_of,
+)
 from mote.analysis.weight_change import find_start, weight_change_of
 from mote.checkpoints.provenance import new_step, write_steps
 from mote.checkpoints.reading import open_checkpoint
@@ -79,9 +89,13 @@ def pixels(path: Path) -> tuple[int, int]:
 # Similarity ----------------------------------------------------------------------------------------------------------
 
 
+def compared(model: SentenceTransformer, tasks: Sequence[str] | None = None) -> Samples:
+    return similarity_of({task: embed(model, TEXTS, task) for task in tasks or default_tasks(model)})
+
+
 def test_the_similarity_of_tasks_is_the_cosine_of_what_encode_gives(trained_folder: Path) -> None:
     model = trusted(trained_folder)
-    similarity = inter_task_similarity(model, TEXTS)
+    similarity = compared(model)
     over_all = similarity.pop(ALL_PAIRS)
     assert next(iter(similarity)) == "classification / clustering"
     assert len(similarity) == 6
@@ -95,7 +109,7 @@ def test_the_similarity_of_tasks_is_the_cosine_of_what_encode_gives(trained_fold
 
 
 def test_a_dense_model_is_compared_over_its_prompts(prompted: Path) -> None:
-    similarity = inter_task_similarity(SentenceTransformer(str(prompted)), TEXTS)
+    similarity = compared(SentenceTransformer(str(prompted)))
     model = SentenceTransformer(str(SMALL_ENCODER))
     first, second = (
         model.encode([f"{role}: {text}" for text in TEXTS]) for role in ("search_query", "search_document")
@@ -117,15 +131,15 @@ def test_a_fresh_mote_without_instructions_does_not_tell_tasks_apart(tmp_path: P
 
 def test_tasks_can_be_chosen_and_others_are_refused(trained_folder: Path, prompted: Path) -> None:
     model = trusted(trained_folder)
-    similarity = inter_task_similarity(model, TEXTS, ["sts", "query"])
+    similarity = compared(model, ["sts", "query"])
     assert list(similarity) == ["sts / query", ALL_PAIRS]
     with pytest.raises(ValueError, match=r"does not know the task 'quer'\. Did you mean 'query'\? Available: .*'sts'"):
-        inter_task_similarity(model, TEXTS, ["quer", "sts"])
+        check_tasks(model, ["quer", "sts"])
     with pytest.raises(ValueError, match="small-ic does not know the task 'clustering'"):
         analyze([trained_folder, prompted], texts=TEXTS, tasks=["clustering", "search_query"])
     for tasks in (["sts"], ["sts", "sts"]):
         with pytest.raises(ValueError, match="needs two tasks"):
-            inter_task_similarity(model, TEXTS, tasks)
+            check_tasks(model, tasks)
 
 
 def test_a_dense_model_without_prompts_is_refused_with_what_would_work() -> None:

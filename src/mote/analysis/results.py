@@ -27,7 +27,7 @@ class ModelAnalysis:
         label: Name in tables and charts.
         instructions: Compared task → its prompt.
         experts: Task → its expert; empty for models that do not route by task.
-        similarity: As from `inter_task_similarity`; empty if there are no tasks to compare.
+        similarity: As from `similarity_of`; empty if there are no tasks to compare.
         divergence: As from `divergence_of`; empty if the model knows no roles of search.
         layout: t-SNE of queries and documents, [2 N, 2], queries first.
         weight_change: Weight change from the start; None if it cannot be measured.

@@ -105,25 +105,3 @@ def similarity_of(embeddings: Mapping[str, NDArray[np.float64]]) -> Samples:
     """
     pairs = {f"{a} / {b}": cosines(embeddings[a], embeddings[b]) for a, b in combinations(embeddings, 2)}
     return {**pairs, ALL_PAIRS: np.mean(list(pairs.values()), axis=0)} if pairs else {}
-
-
-def inter_task_similarity(
-    model: Encoder, texts: Sequence[str], tasks: Sequence[str] | None = None, batch_size: int = 32
-) -> Samples:
-    """Embed the same texts under each task, and compare (Figures 1 and 3 of the MoTE paper).
-
-    Args:
-        model: A Sentence-Transformers model.
-        texts: N texts.
-        tasks: Tasks to compare. Default: see `default_tasks`.
-        batch_size: Batch size of `encode`.
-
-    Returns:
-        As from `similarity_of`.
-
-    Raises:
-        ValueError: If the model does not know a task, or distinguishes fewer than two.
-    """
-    tasks = default_tasks(model) if tasks is None else list(tasks)
-    check_tasks(model, tasks)
-    return similarity_of({task: embed(model, texts, task, batch_size) for task in tasks})

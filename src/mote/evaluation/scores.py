@@ -116,16 +116,20 @@ class Evaluation(Report):
         reference = self.reference
         return [self.compare(model, reference) for model in self.models if reference is not None and model != reference]
 
+    def summary(self, model: str) -> dict[str, float]:
+        """Means over the common datasets of each type, over all of them, and over the types; nan if there is none."""
+        means = {name: self.means(model).get(name, math.nan) for name in self.task_types}
+        return {**means, "mean over datasets": self.mean(model), "mean over types": self.mean_over_types(model)}
+
     def __str__(self) -> str:
         """Mean scores: a row for each task type, for all datasets and for all types; a column for each model."""
-        means = {model: self.means(model) for model in self.models}
-        counts = Counter(self.types[name] for name in self.common)
+        types = Counter(self.types[name] for name in self.common)
+        counts = {**types, "mean over datasets": types.total(), "mean over types": len(types)}
+        summaries = [self.summary(model) for model in self.models]
         rows = [
-            [f"{task_type} ({counts[task_type]})", *self._cells([means[model].get(task_type) for model in self.models])]
-            for task_type in self.task_types
+            [f"{name} ({counts.get(name, 0)})", *self._cells([summary[name] for summary in summaries])]
+            for name in (*self.task_types, "mean over datasets", "mean over types")
         ]
-        rows.append([f"mean over datasets ({counts.total()})", *self._cells(map(self.mean, self.models))])
-        rows.append([f"mean over types ({len(counts)})", *self._cells(map(self.mean_over_types, self.models))])
         notes = [f"Failed: {failure}" for failure in self.failed()]
         notes += [f"{comparison}." for comparison in self.comparisons()]
         if len(self.common) < len(self.types):
@@ -158,11 +162,7 @@ class Evaluation(Report):
     def to_json(self) -> str:
         """Serialize to JSON, with means and comparisons, which `from_json` computes again."""
         means = {
-            model: {
-                **self.means(model),
-                "mean over datasets": _or_none(self.mean(model)),
-                "mean over types": _or_none(self.mean_over_types(model)),
-            }
+            model: {name: None if math.isnan(mean) else mean for name, mean in self.summary(model).items()}
             for model in self.models
         }
         comparisons = [asdict(comparison) for comparison in self.comparisons()]
@@ -226,7 +226,3 @@ class Evaluation(Report):
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
-
-
-def _or_none(value: float) -> float | None:
-    return None if math.isnan(value) else value

@@ -112,15 +112,12 @@ def _select(names: Sequence[Sequence[str]], patterns: Sequence[str]) -> list[int
     """Choose the datasets of which a name matches any of the patterns; all if there are no patterns."""
     chosen = set() if patterns else set(range(len(names)))
     for pattern in patterns:
-        matching = {index for index, known in enumerate(names) if any(_matches(name, pattern) for name in known)}
+        matching = {index for index, known in enumerate(names) if any(fnmatchcase(one, pattern) for one in known)}
+        matching |= {index for index, known in enumerate(names) if pattern in known}  # a name with brackets
         if not matching:
             raise ValueError(f"No dataset matches {pattern!r}." + alternatives(pattern, [known[0] for known in names]))
         chosen |= matching
     return sorted(chosen)
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return name == pattern or fnmatchcase(name, pattern)
 
 
 def _name(dataset: EvaluationDataset, official: Official | None) -> str:
@@ -234,15 +231,12 @@ TEMPLATES = {
 SUMMARY_PAIRS = Template("Summarization", AbsTaskSTS, "cosine_spearman", _fill_rows(test_sets.read_summary_pairs))
 
 
-class _FromFolder:
-    """Mixin for a class of mteb that fills it from a folder instead of the Hub."""
+class _FromFolder(AbsTask):
+    """A task that is filled from a folder instead of the Hub; base of a class of mteb."""
 
     source: EvaluationDataset
     template: Template
-    hf_subsets: list[str]
-    dataset: dict[str, Any] | None
-    data_loaded: bool
-    ignore_identical_ids: bool
+    ignore_identical_ids: bool  # of retrieval
 
     def load_data(self, *_: Any, **__: Any) -> None:
         """Read the files; errors of a dataset are raised here."""
@@ -251,11 +245,11 @@ class _FromFolder:
             self.data_loaded = True
 
 
-class _LabelsReadOnce:
-    """Mixin for classification: each metric would read the labels, a column of a dataset, several times, row by row."""
+class _LabelsReadOnce(AbsTaskClassification):
+    """Each metric of classification would read the labels, a column of a dataset, several times, row by row."""
 
-    def _calculate_scores(self, y_test: Iterable[int], y_pred: Any) -> Any:
-        return super()._calculate_scores([*y_test], y_pred)  # type: ignore[misc]  # of the other base class
+    def _calculate_scores(self, y_test: Any, y_pred: Any) -> Any:
+        return super()._calculate_scores([*y_test], y_pred)
 
 
 def _task(source: EvaluationDataset, official: Official | None) -> AbsTask:
@@ -282,7 +276,7 @@ def _task(source: EvaluationDataset, official: Official | None) -> AbsTask:
         )
     # mteb takes a task's metadata from its class, also when restoring results, so each task has a class of its own.
     attributes = {"metadata": metadata, "source": source, "template": template}
-    mixins = (_LabelsReadOnce, _FromFolder) if issubclass(parent, AbsTaskClassification) else (_FromFolder,)
-    task: AbsTask = type(parent.__name__, (*mixins, parent), attributes)()
+    bases = (_LabelsReadOnce, parent) if issubclass(parent, AbsTaskClassification) else (parent,)
+    task: AbsTask = type(parent.__name__, (_FromFolder, *bases), attributes)()
     task.hf_subsets = [official.subset if official else "default"]
     return task.filter_eval_splits(["test"])
