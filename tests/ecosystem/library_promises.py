@@ -19,12 +19,10 @@ def changed_experts(model: Any, reference: Reference) -> set[str]:
     return {name.split(".experts.")[1].split(".")[0] if ".experts." in name else "shared" for name in names}
 
 
-@promises("FAISS and usearch", "faiss", "usearch")
-def indices(names: dict[str, Any], reference: Reference) -> None:
+@promises("FAISS", "faiss")
+def faiss(names: dict[str, Any], reference: Reference) -> None:
     reference.is_by(names["document_vectors"], names["documents"], "search_document")
-    reference.is_by(names["query_vectors"], names["queries"], "search_query")
-    assert np.ravel(names["found_by_faiss"]).tolist() == [1, 2]
-    assert np.ravel(names["found_by_usearch"]).tolist() == [1, 2]
+    assert names["found"].ravel().tolist() == [1, 2]
 
 
 @promises("BERTopic", "bertopic", tier="slow")
@@ -127,7 +125,6 @@ def late_interaction(names: dict[str, Any], reference: Reference) -> None:
         for column, document in enumerate(vectors["document"]):
             expected = (query @ document.T).max(axis=1).sum()
             assert names["scores"][row, column].item() == pytest.approx(expected, abs=1e-3)
-    assert any(name.endswith("ndcg@10") for name in names["metrics"])
     reloaded = MultiVectorEncoder("late", trust_remote_code=True)
     for one, other in zip(reloaded.encode_query(names["queries"]), names["query_vectors"], strict=True):
         assert torch.equal(one, other)
@@ -159,11 +156,6 @@ def dense_only(names: dict[str, Any], reference: Reference) -> None:
 
 @promises("The trainer", "datasets")
 def trainer(names: dict[str, Any], reference: Reference) -> None:
-    assert changed_experts(names["model"], reference) == {"search_query", "search_document", "shared"}
-
-
-@promises("The trainer with roles", "datasets")
-def trainer_with_roles(names: dict[str, Any], reference: Reference) -> None:
     assert changed_experts(names["model"], reference) == {"search_query", "search_document", "shared"}
 
 

@@ -74,9 +74,3 @@ def txtai(names: dict[str, Any], reference: Reference) -> None:
     assert found["text"] == documents[1]
     (similarity,) = reference.embed(documents[1:2], "search_document") @ reference.embed([QUERY], "search_query")[0]
     assert found["score"] == pytest.approx(similarity, abs=1e-4)
-
-
-@promises("txtai 2", "txtai")
-def txtai_with_transformers(names: dict[str, Any], reference: Reference) -> None:
-    for category in ("query", "data"):
-        reference.is_by(names["embeddings"].batchtransform(TEXTS, category), TEXTS, "clustering")

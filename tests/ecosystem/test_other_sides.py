@@ -25,8 +25,6 @@ def test_langchain_takes_the_arguments_of_documents_for_queries(reference: Refer
     documents = {"encode_kwargs": {"prompt_name": "search_document"}}
     alone = langchain.HuggingFaceEmbeddings(**settings, **documents)
     reference.is_by(alone.embed_query(TEXTS[0]), TEXTS[:1], "search_document")
-    both = langchain.HuggingFaceEmbeddings(**settings, **documents, query_encode_kwargs={"prompt_name": "search_query"})
-    reference.is_by(both.embed_query(TEXTS[0]), TEXTS[:1], "search_query")
 
 
 def test_chroma_embeds_queries_as_documents(reference: Reference) -> None:

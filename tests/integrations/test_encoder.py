@@ -95,29 +95,8 @@ def test_a_model_is_loaded_as_the_settings_say(monkeypatch: pytest.MonkeyPatch, 
         return model
 
     monkeypatch.setattr("mote.integrations.encoder.load_encoder", load)
-    TaskEncoder("you/model-mote", revision="v1", device=["cpu", "cpu:1"], trust_remote_code=True)
+    TaskEncoder("you/model-mote", revision="v1", device="cpu", trust_remote_code=True)
     assert asked == [("you/model-mote", {"revision": "v1", "device": "cpu", "trust_remote_code": True})]
-
-
-def test_several_devices_are_for_documents(monkeypatch: pytest.MonkeyPatch, model: SentenceTransformer) -> None:
-    devices: list[Any] = []
-    encode = SentenceTransformer.encode
-
-    def record(self: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
-        devices.append(device)
-        return encode(self, *args, **kwargs)
-
-    encoder = TaskEncoder(model, device=["cpu", "cpu"])
-    monkeypatch.setattr(SentenceTransformer, "encode", record)
-    encoder.encode_documents(TEXTS)
-    encoder.encode_queries(TEXTS)
-    assert devices == [["cpu", "cpu"], None]
-
-
-@pytest.mark.processes
-def test_several_processes(trained_folder: Path, reference: Reference) -> None:
-    encoder = TaskEncoder(trained_folder, trust_remote_code=True, device=["cpu", "cpu"])
-    reference.is_by(encoder.encode_documents(TEXTS), TEXTS, "search_document")
 
 
 def test_pickling_and_copies(trained_folder: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,7 @@ class TaskEncoder:
         document_task: Task of documents. Default: as in `encode_document`.
         trust_remote_code: Whether to run the code in its repository or folder.
         revision: Branch, tag or commit on the Hub. Default: the newest.
-        device: Device of a model that is to be loaded; with several, documents are spread over them, with one process
-            each. Default: Sentence-Transformers' choice.
+        device: Device of a model that is to be loaded. Default: Sentence-Transformers' choice.
         encode_kwargs: Other arguments of `encode`, for queries and documents: `batch_size`, `normalize_embeddings`,
             `truncate_dim` …
 
@@ -42,7 +41,7 @@ class TaskEncoder:
         document_task: str | None = None,
         trust_remote_code: bool = False,
         revision: str | None = None,
-        device: str | Sequence[str] | None = None,
+        device: str | None = None,
         encode_kwargs: dict[str, Any] | None = None,
     ) -> None:
         self.path: str | None = None
@@ -60,23 +59,18 @@ class TaskEncoder:
             "document_task": document_task,
             "trust_remote_code": trust_remote_code,
             "revision": revision,
-            "device": device if device is None or isinstance(device, str) else list(device),
+            "device": device,
             "encode_kwargs": dict(encode_kwargs or {}),
         }
         self.encode_queries(["text"])
-        self.encode_documents(["text"], device=None)
+        self.encode_documents(["text"])
 
     @property
     def model(self) -> "SentenceTransformer":
         """The model, loaded when it is first needed."""
         if self._model is None:
-            device = self.settings["device"]
-            self._model = load_encoder(
-                str(self.path),
-                revision=self.settings["revision"],
-                device=device[0] if isinstance(device, list) else device,
-                trust_remote_code=self.settings["trust_remote_code"],
-            )
+            names = ("revision", "device", "trust_remote_code")
+            self._model = load_encoder(str(self.path), **{name: self.settings[name] for name in names})
         return self._model
 
     def encode_queries(self, texts: Sequence[str], **kwargs: Any) -> np.ndarray:
@@ -85,8 +79,6 @@ class TaskEncoder:
 
     def encode_documents(self, texts: Sequence[str], **kwargs: Any) -> np.ndarray:
         """Embed documents: B texts to [B, H]."""
-        if isinstance(self.settings["device"], list):
-            kwargs = {"device": self.settings["device"], **kwargs}
         return self._encode(self.model.encode_document, texts, self.settings["document_task"], kwargs)
 
     def __getstate__(self) -> dict[str, Any]:

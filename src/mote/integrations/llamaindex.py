@@ -36,7 +36,7 @@ class MoTEEmbedding(BaseEmbedding):
     document_task: str | None = Field(default=None, description="Task of documents")
     trust_remote_code: bool = Field(default=False, description="Whether to run the model's code")
     revision: str | None = Field(default=None, description="Branch, tag or commit on the Hub")
-    device: str | list[str] | None = Field(default=None, description="Device or devices that the model runs on")
+    device: str | None = Field(default=None, description="Device that the model runs on")
     encode_kwargs: dict[str, Any] = Field(default_factory=dict, description="Other arguments of encode")
     _encoder: TaskEncoder = PrivateAttr()
 
