@@ -21,9 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.pairing import compare
-from mote.training.recipe_files import load_recipe
-from mote.training.run_folder import RunFolder
-from mote.training.train import TrainingRun, prepare
+from mote.training.train import TrainingRun
 
 ROOT = Path(__file__).parents[1]
 SMALL_ENCODER = ROOT / "examples" / "small-encoder"
@@ -53,7 +51,7 @@ def speed(options: argparse.Namespace) -> None:
         out = Path(folder) / name
         settings = [*COMMON, f"model.source={options.model}", f"output={out}", "training.batch_size=64"]
         settings += ["training.mini_batch_size=32", "model.max_length=64", f"training.max_steps={options.steps}"]
-        return prepare(load_recipe(name, settings), RunFolder(out))
+        return TrainingRun(name, settings).prepare()
 
     def train(run: TrainingRun) -> None:
         with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stderr(nowhere):  # progress bars
@@ -109,7 +107,7 @@ def one_step(options: argparse.Namespace) -> None:
         settings = [*COMMON, f"model.source={options.model}", f"output={folder}/run", "model.max_length=16"]
         settings += [f"tasks={{retrieval: {task}}}", f"data.folder={folder}/data", "training.max_steps=1"]
         settings += [f"training.batch_size={options.batch_size}", f"training.mini_batch_size={mini}"]
-        run = prepare(load_recipe(options.recipe, settings), RunFolder(Path(folder) / "run"))
+        run = TrainingRun(options.recipe, settings).prepare()
         began = time.perf_counter()
         run.trainer.train()
         seconds = time.perf_counter() - began

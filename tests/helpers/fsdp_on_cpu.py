@@ -10,8 +10,8 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
 from mote.cli import main
-from mote.training import arguments, pretraining
-from mote.training import train as run
+from mote.training import pretraining, train
+from mote.training.progress import Tracker
 
 
 def for_gpu(trainer_arguments: type) -> type:
@@ -24,24 +24,23 @@ def for_gpu(trainer_arguments: type) -> type:
     return ForGpu
 
 
-def die_at_step(step: int, tracker: type, method: str) -> None:
+def die_at_step(step: int) -> None:
     """Die at a step as a killed process does."""
-    record = getattr(tracker, method)
+    record = Tracker.record
 
-    def dying(self: Any, *args: Any) -> None:
+    def dying(self: Tracker, *args: Any) -> None:
         if self.step + 1 == step:
             os._exit(9)
         record(self, *args)
 
-    setattr(tracker, method, dying)
+    Tracker.record = dying  # type: ignore[method-assign]
 
 
 torch.distributed.init_process_group("gloo")
 PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
 transformers.training_args.is_torch_bf16_gpu_available = lambda: True  # type: ignore[attr-defined]
 PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
-arguments.SentenceTransformerTrainingArguments = for_gpu(arguments.SentenceTransformerTrainingArguments)  # type: ignore[misc]
+train.SentenceTransformerTrainingArguments = for_gpu(train.SentenceTransformerTrainingArguments)  # type: ignore[misc]
 pretraining.TrainingArguments = for_gpu(pretraining.TrainingArguments)  # type: ignore[misc]
-for tracker, method in ((run.Tracker, "record"), (pretraining.TextTracker, "observe")):
-    die_at_step(int(os.environ.get("DIE_AT_STEP", "0")), tracker, method)
+die_at_step(int(os.environ.get("DIE_AT_STEP", "0")))
 sys.exit(main(sys.argv[1:]))

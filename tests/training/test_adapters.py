@@ -16,9 +16,7 @@ from transformers import AutoModel
 from mote import upcycle
 from mote.remote.modeling_mote import MoTEModel
 from mote.training.adapters import adapt, merge_adapters, network_of, share_weights, trained_weights
-from mote.training.recipe_files import load_recipe
-from mote.training.run_folder import RunFolder
-from mote.training.train import plan, prepare, train
+from mote.training.train import TrainingRun, plan, train
 from mote.training.trainer_settings import PeftSettings
 
 LORA = "training.peft={method: lora, r: 4, alpha: 8, dropout: 0.1}"
@@ -33,7 +31,7 @@ def tiny_mote(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_of(source: Path, data: Path, out: Path, *more: str) -> Any:
     """A run that is ready to start."""
-    return prepare(load_recipe("mote", overrides(source, data, out, *FAST, LORA, *more)), RunFolder(out))
+    return TrainingRun("mote", overrides(source, data, out, *FAST, LORA, *more)).prepare()
 
 
 @pytest.mark.parametrize(
@@ -216,8 +214,7 @@ def test_modules_in_full_and_half_precision(tiny: Path, data: Path, tmp_path: Pa
     assert all((dtype == torch.float32) == any(part in name for part in wide) for name, dtype in frozen.items())
     run.train()
     after = {name: weight.clone() for name, weight in trained_weights(network).items()}
-    run.gather()
-    run.finish(run.validate())
+    run.finish(run.scores())
     dense, written = load_file(tiny / "model.safetensors"), weights(tmp_path / "run/model")
     embeddings = "embeddings.word_embeddings.weight"
     assert (written[embeddings] - dense[embeddings]).abs().max() > 0.01
@@ -235,14 +232,14 @@ def test_a_sparse_model_stays_tied(recipe: str, sparse_from: str, data: Path, tm
     source = dense_checkpoint(tmp_path / "tiny", head="mlm")
     more = (f"retrieval.sparse_from={sparse_from}", "tasks.retrieval.batches=heterogeneous")
     settings = overrides(source, data, tmp_path / "run", *FAST, LORA, *more)
-    run = prepare(load_recipe(recipe, settings), RunFolder(tmp_path / "run"))
+    run = TrainingRun(recipe, settings).prepare()
     network = network_of(run.model)
     adapted = {f"{name.split('.lora_')[0]}.weight" for name in trained_weights(network)}
     base = network.named_parameters(remove_duplicate=False)  # experts share theirs, and so do head and embeddings
     start = {name.replace("base_layer.", ""): weight.clone() for name, weight in base if "lora_" not in name}
     assert all("lora_" in name for name in trained_weights(network))
     run.train()
-    run.finish(None)
+    run.finish({})
     loaded: Any = SparseEncoder(str(tmp_path / "run" / "model"), trust_remote_code=True)
     after = dict(network_of(loaded).named_parameters())
     assert after.keys() <= start.keys()
@@ -266,7 +263,7 @@ def test_a_new_pooling_is_trained_in_full(tiny: Path, data: Path, tmp_path: Path
     run.train()
     assert all(not torch.equal(weight, trained_weights(network)[name]) for name, weight in start.items())
     unmerged = run.model.encode(["a text"], task="classification")
-    run.finish(None)
+    run.finish({})
     loaded = SentenceTransformer(str(tmp_path / "run" / "model"), trust_remote_code=True)
     assert abs(unmerged - loaded.encode(["a text"], task="classification")).max() <= 1e-5
 
@@ -279,7 +276,7 @@ def test_two_stages(data: Path, tmp_path: Path) -> None:
     first = train("nv-stage1", overrides(decoder, data, tmp_path / "1", *short))
     negatives = "tasks.retrieval.in_batch_negatives=true"  # the texts have none of their own
     settings = overrides(first, data, tmp_path / "2", *short, negatives)
-    run = prepare(load_recipe("nv-stage2", settings), RunFolder(tmp_path / "2"))
+    run = TrainingRun("nv-stage2", settings).prepare()
     backbone = network_of(run.model).backbone
     assert backbone.config.is_causal is False
     stored, experts = weights(first), backbone.layers[0].experts
@@ -287,8 +284,7 @@ def test_two_stages(data: Path, tmp_path: Path) -> None:
         layer = expert.mlp.down_proj.base_layer.weight
         assert torch.equal(layer, stored["layers.0.mlp.down_proj.weight"].bfloat16())
     run.train()
-    run.gather()
-    run.finish(None)
+    run.finish({})
     loaded = SentenceTransformer(str(tmp_path / "2" / "model"), trust_remote_code=True)
     assert loaded.encode(["a text"], prompt_name="text_matching").shape == (1, 16)
 
@@ -301,9 +297,8 @@ def test_two_stages(data: Path, tmp_path: Path) -> None:
         ("training.peft={base_dtype: bfloat16}", "set training.bf16=true"),
         ("training.start_weight=0.5", "for weaker adapters, lower training.peft.alpha"),
         ("training.start_weight=1", "training.start_weight"),
-        ("training.peft={merge: false}", "Upcycle it first"),
+        ("training.peft={merge: false}", "or upcycle it first"),
         ("model.kind=token_routed", "stacked weights"),
-        ("model.kind=dense", "a dense model has no experts"),
     ],
 )
 def test_settings_that_do_not_hold(override: str, message: str, tiny: Path, data: Path, tmp_path: Path) -> None:
@@ -315,3 +310,5 @@ def test_settings_that_do_not_hold(override: str, message: str, tiny: Path, data
 def test_targets_that_do_not_exist(tiny: Path, data: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"Target modules .*'nothing'.* not found"):
         run_of(tiny, data, tmp_path / "run", "training.peft.targets=[nothing]")
+    with pytest.raises(ValueError, match="All modules were excluded"):
+        run_of(tiny, data, tmp_path / "run", "training.peft.targets=experts", "model.kind=dense")

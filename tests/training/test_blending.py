@@ -12,10 +12,8 @@ from sentence_transformers import SentenceTransformer
 from mote.training.cleaning import text_id
 from mote.training.data import load_data
 from mote.training.losses import BlendedLoss, InfoNCELoss
-from mote.training.recipe_files import load_recipe
-from mote.training.run_folder import RunFolder
 from mote.training.task_settings import TaskSettings
-from mote.training.train import plan, prepare, train
+from mote.training.train import TrainingRun, plan, train
 
 BLENDED = (
     "{retrieval: {batches: blended, temperature: 0.02}, classification: {batches: blended, pairs: label_text, "
@@ -75,7 +73,7 @@ def test_a_batch_is_its_tasks_computed_separately(kind: str, more: str, tiny: Pa
     """Loss and gradients of all weights, each task with its own texts, instruction and expert."""
     out = tmp_path / "run"
     settings = blended(tiny, data, out, f"model.kind={kind}", "model.max_length=48", more)
-    run = prepare(load_recipe(tmp_path / "recipe.yaml", settings), RunFolder(out))
+    run = TrainingRun(tmp_path / "recipe.yaml", settings).prepare()
     model = run.model.eval()  # without dropout
     training_set = run.data.sets["blended"]
     assert [part.name.split("/")[0] for part in training_set.parts].count("classification") == 1
@@ -122,7 +120,7 @@ def test_a_run_of_blended_batches(tiny: Path, data: Path, tmp_path: Path) -> Non
     assert [*record["training_sets"]] == ["blended"]
     used = {one["name"]: one["used"] for one in record["data"]}
     assert record["training_sets"]["blended"]["rows"] == sum(used.values())
-    texts = {name: count["texts"] for name, count in record["experts"].items()}  # stand-ins are not counted
+    texts = {name: count["texts"] for name, count in record["tasks"].items()}  # stand-ins are not counted
     retrieval = sum(count for name, count in used.items() if name.startswith("retrieval/"))
     assert texts["search_query"] == texts["search_document"] == retrieval
     assert texts["classification"] == used["classification/banking77"] * (2 + 4)

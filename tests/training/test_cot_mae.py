@@ -21,10 +21,8 @@ from mote.remote.configuration_mote import MoTEConfig
 from mote.remote.masked_lm_mote import MoTEForMaskedLM
 from mote.training.masking import MaskedBatches, TextRows
 from mote.training.objectives import Decoder, Pretraining
-from mote.training.pretraining import plan_pretraining, prepare, pretrain
-from mote.training.pretraining_recipe import DecoderSettings, PretrainingRecipe, SpanSettings
-from mote.training.recipe_files import load_recipe
-from mote.training.run_folder import RunFolder
+from mote.training.pretraining import PretrainingRun, plan_pretraining, pretrain
+from mote.training.pretraining_recipe import DecoderSettings, SpanSettings
 from mote.training.spans import SplitDocument, split_into_spans
 from mote.training.texts import load_texts
 
@@ -272,10 +270,7 @@ def test_a_run(run: Path) -> None:
 
 
 def test_without_dropout_the_decoder_has_none_either(source: Path, tmp_path: Path) -> None:
-    ready = prepare(
-        load_recipe("cot-mae", settings(source, tmp_path / "run", "model.dropout=0"), PretrainingRecipe),
-        RunFolder(tmp_path / "run"),
-    )
+    ready = PretrainingRun("cot-mae", settings(source, tmp_path / "run", "model.dropout=0")).prepare()
     probabilities = {name: each.p for name, each in ready.trainer.model.named_modules() if isinstance(each, nn.Dropout)}
     assert any(name.startswith("decoder.") for name in probabilities)
     assert set(probabilities.values()) == {0}

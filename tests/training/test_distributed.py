@@ -129,7 +129,6 @@ def test_two_processes_learn_what_one_does(recipe: str, more: list[str], data: P
     records = [train_step(tmp_path / name / "run" / "model") for name in "12"]
     assert [record["processes"] for record in records] == [1, 2]
     assert records[0]["tasks"] == records[1]["tasks"]  # texts and tokens, over all processes
-    assert records[0]["experts"] == records[1]["experts"]
 
 
 ADAPTERS = (

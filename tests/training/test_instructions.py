@@ -13,8 +13,7 @@ from mote.checkpoints.st_settings import instruction_pooling_in
 from mote.training.model import build_model
 from mote.training.names import upcycling_options
 from mote.training.recipe_files import load_recipe
-from mote.training.run_folder import RunFolder
-from mote.training.train import prepare, train
+from mote.training.train import TrainingRun, train
 
 DEFINED = (
     "model.definitions={search_query: Find answers, clustering: Find the topic}",
@@ -32,7 +31,7 @@ FIND = mote.instruction_with("Find evidence")
 def test_a_run(kind: str, tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = overrides(tiny, data, tmp_path / "run", f"model.kind={kind}", *DEFINED)
     recipe = load_recipe("mote", settings)
-    run = prepare(recipe, RunFolder(tmp_path / "run"))
+    run = TrainingRun(recipe).prepare()
     seen: list[dict[str, Any]] = []
     first = type(run.model[0])
     tokenize = first.preprocess
@@ -48,10 +47,10 @@ def test_a_run(kind: str, tiny: Path, data: Path, tmp_path: Path, monkeypatch: p
     assert set(prompts) >= {FIND, ""}
     assert all((count > 0) == bool(prompt) for prompt, count in prompts.items())
     seen.clear()
-    run.validate()
+    run.scores()
     assert {each["prompt"] for each in seen} == {FIND, ""}  # of anchors and positives: none, also no default prompt
     monkeypatch.undo()
-    run.finish(None)
+    run.finish({})
     model = tmp_path / "run" / "model"
     assert instruction_pooling_in(model) == "excluded"
     loaded = trusted(model)

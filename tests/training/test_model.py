@@ -18,8 +18,8 @@ from mote.training.model import build_model
 from mote.training.names import names_of
 from mote.training.recipe import Recipe
 from mote.training.recipe_files import load_recipe
-from mote.training.run_folder import START_FOLDER, RunFolder
-from mote.training.train import prepare, train
+from mote.training.run_folder import START_FOLDER
+from mote.training.train import TrainingRun, train
 
 
 def dense_recipe(source: Path) -> Recipe:
@@ -100,7 +100,7 @@ def test_task_experts_that_are_token_routed(
     trained_hierarchical: Path, token_routed: Path, data: Path, tmp_path: Path
 ) -> None:
     settings = overrides(trained_hierarchical, data, tmp_path / "run", "training.mini_batch_size=null")
-    ready = prepare(load_recipe("mote", settings), RunFolder(tmp_path / "run"))
+    ready = TrainingRun("mote", settings).prepare()
     assert {type(loss.loss) for loss in ready.trainer.loss.values()} == {LoadBalancedLoss}
     model = ready.model[0].model
     shares: list[float] = []
@@ -117,7 +117,7 @@ def test_task_experts_that_are_token_routed(
     changed = {key for key, weight in model.state_dict().items() if not torch.equal(weight, before[key])}
     trained = {key.split(".experts.")[1].split(".")[0] for key in changed if "router" in key}
     assert trained == {"clustering"}  # the task of both steps
-    ready.finish(None)
+    ready.finish({})
     loaded = trusted(tmp_path / "run" / "model")
     assert loaded[0].model.config.model_type == "mote_hierarchical"
     assert all(torch.equal(weight, loaded[0].model.state_dict()[key]) for key, weight in model.state_dict().items())
@@ -140,13 +140,10 @@ def test_the_recipe_decides_on_the_load_balancing_of_a_token_routed_source(token
         built("model.num_experts_per_tok=3")
 
 
-@pytest.mark.parametrize("kind", ["mote", "dense"])
-def test_settings_of_token_routing_need_it(kind: str, dense: Path, upcycled: Path) -> None:
+def test_settings_of_token_routing_need_it(dense: Path, upcycled: Path) -> None:
     kept = ("model.num_experts=3", "model.router_aux_loss_coef=0.1")
     with pytest.raises(ValueError, match="num_experts"):
-        names_of(
-            load_recipe("mote", [f"model.kind={kind}", f"model.source={dense}", *kept]), open_checkpoint(str(dense))
-        )
+        names_of(load_recipe("mote", [f"model.source={dense}", *kept]), open_checkpoint(str(dense)))
     for setting in kept:
         settings = load_recipe("mote", [f"model.source={upcycled}", setting])
         with pytest.raises(ValueError, match=f"is already a MoTE, and differs .* in {setting.partition('=')[0]}"):

@@ -73,7 +73,7 @@ def test_without_the_line_all_of_it_moves(source: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("training.only_experts=[legl]", r"no expert 'legl'. Did you mean 'legal'\? .*`mote experts add` makes"),
+        ("training.only_experts=[legl]", r"part of the model is called 'legl'. Did you mean 'legal'\?"),
         ("training.only_experts=[]", "training.only_experts: "),
         ("training.only_experts=legal", "training.only_experts: "),
         (

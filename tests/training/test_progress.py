@@ -12,8 +12,7 @@ from mote.training import losses, progress
 from mote.training import train as run
 from mote.training.progress import NonFiniteError, RunCallback, TrackedLoss
 from mote.training.recipe_files import load_recipe
-from mote.training.run_folder import RunFolder
-from mote.training.train import prepare, train
+from mote.training.train import TrainingRun, train
 
 
 def test_a_checkpoint_is_completed_when_all_processes_have_written(
@@ -26,9 +25,9 @@ def test_a_checkpoint_is_completed_when_all_processes_have_written(
         device="cpu", num_processes=1, wait_for_everyone=lambda: sealed_while_waiting.append(seal.exists())
     )
     monkeypatch.setattr(progress, "processes", lambda: waiting)
-    callback = RunCallback(run.Tracker(), tmp_path, {}, scaled=False)
+    callback = RunCallback(progress.Tracker(), tmp_path, {}, scaled=False)
     state = SimpleNamespace(global_step=1, is_world_process_zero=True)
-    callback.on_save(SimpleNamespace(output_dir=tmp_path), state, None)
+    callback.on_save(SimpleNamespace(output_dir=tmp_path), state, None, model=torch.nn.Identity())
     assert sealed_while_waiting == [False]
     assert seal.exists()
 
@@ -38,7 +37,7 @@ def test_concatenated_texts_are_counted() -> None:
     features = [
         {"input_ids": torch.zeros(1, 9), "cu_seq_lens_q": torch.tensor(ends)} for ends in ([0, 4, 9], [0, 1, 9])
     ]
-    tracker = run.Tracker()
+    tracker = progress.Tracker()
     loss = TrackedLoss(torch.nn.Identity(), Constant(), tracker, "set", "task", [{"anchor": "a", "positive": "b"}])
     assert loss(features, None).item() == 1
     assert tracker.tasks == {"a": {"texts": 2, "tokens": 9}, "b": {"texts": 2, "tokens": 9}}
@@ -71,7 +70,7 @@ def test_a_non_finite_loss_stops_the_run(
         return loss
 
     monkeypatch.setattr(run, "build_loss", broken)
-    ready = prepare(load_recipe("mote", settings), RunFolder(tmp_path / "run"))
+    ready = TrainingRun("mote", settings).prepare()
     with pytest.raises(NonFiniteError, match=r"(?s)loss is nan at step 3, in a batch of \d+ rows of .*checkpoint-2"):
         ready.train()
     monkeypatch.setattr(run, "build_loss", calculate)
@@ -81,7 +80,7 @@ def test_a_non_finite_loss_stops_the_run(
 @pytest.mark.long
 def test_a_non_finite_gradient_is_not_saved(tiny: Path, data: Path, tmp_path: Path) -> None:
     recipe = load_recipe("mote", overrides(tiny, data, tmp_path / "run", "training.max_steps=4"))
-    ready = prepare(recipe, RunFolder(tmp_path / "run"))
+    ready = TrainingRun(recipe).prepare()
     parameter = ready.model[0].model.get_input_embeddings().weight
     parameter.register_hook(lambda gradient: gradient * float("nan") if ready.tracker.step == 2 else gradient)
     with pytest.raises(NonFiniteError, match=r"(?s)gradient is nan at step 3.*checkpoint-2"):

@@ -113,8 +113,7 @@ def new_card(
     tags = (*(MOTE_TAGS if is_mote(model.config) else ()), *RETRIEVAL_TAGS.get(values["retrieval"], ()))
     data = card_data(source, relation, (*tags, *(["peft"] if adapters else [])))
     if training is not None:
-        by_expert = is_mote(model.config) and model.config.routes_by_task
-        values["training"] = _rendered("training.md", **training, by_expert=by_expert)
+        values["training"] = _rendered("training.md", **training)
     return _card(model, data, repo_id, values)
 
 

@@ -7,7 +7,7 @@ copies of one expert share their frozen weights, so that several experts take th
 import copy
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,9 +15,7 @@ from sentence_transformers import SentenceTransformer, SparseEncoder
 from torch import nn
 
 from mote.experts.blocks import set_experts
-
-if TYPE_CHECKING:
-    from mote.training.trainer_settings import PeftSettings
+from mote.training.trainer_settings import PeftSettings
 
 ADAPTERS_FILE = "adapters.safetensors"  # in a checkpoint: all trained weights, under the names of the parameters
 
@@ -25,66 +23,41 @@ ADAPTERS_FILE = "adapters.safetensors"  # in a checkpoint: all trained weights, 
 OUTSIDE = {"shared": r"(?!(.*\.)?shared\.).*", "experts": r"(?!(.*\.)?experts\.).*"}
 
 
-def peft_config(settings: "PeftSettings", only_experts: list[str] | None = None) -> Any:
-    """Return PEFT's own config of a recipe's adapters.
+def adapt(network: Any, settings: PeftSettings, only_experts: list[str] | None = None) -> None:
+    """Freeze a Transformers model, and give it adapters to train.
+
+    A pooling with weights, which may be new, is trained in full, unless only some experts are trained.
 
     Args:
+        network: The model; changed in place.
         settings: `training.peft`.
         only_experts: The only modules to get adapters: these experts. Default: all that the targets name.
 
     Raises:
         ImportError: If PEFT is not installed; it is among the extras.
-        TypeError, ValueError: If PEFT refuses an argument.
+        TypeError, ValueError: If PEFT refuses the settings, or no module is a target.
     """
     from peft import PeftType
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
-    targets = settings.targets
-    pattern = OUTSIDE.get(targets) if isinstance(targets, str) else None
-    outside = [] if pattern is None else [pattern]
+    targets, saved = settings.targets, [*settings.modules_to_save]
+    outside = [OUTSIDE[targets]] if targets in ("shared", "experts") else []
     if only_experts is not None:
         names = "|".join(map(re.escape, only_experts))
         outside.append(rf"(?!(.*\.)?experts\.({names})\.).*")
+    elif isinstance(getattr(network, "pooling", None), nn.Module):
+        saved.append("pooling")
+        outside.append(r"pooling\..*")
     arguments: dict[str, Any] = {
         "target_modules": "all-linear" if targets in ("shared", "experts") else targets,
         "exclude_modules": "|".join(outside) or None,
-        "modules_to_save": settings.modules_to_save or None,
+        "modules_to_save": saved or None,
     }
     if settings.method == "lora":
         arguments |= {"r": settings.r, "lora_alpha": settings.alpha, "lora_dropout": settings.dropout}
     config_class: Any = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(settings.method.upper())]
-    return config_class(**{**arguments, **settings.arguments})
-
-
-def add_adapters(
-    model: SentenceTransformer | SparseEncoder, settings: "PeftSettings", only_experts: list[str] | None = None
-) -> None:
-    """Freeze a model's network, and give it adapters to train.
-
-    A pooling with weights, and modules of the pipeline after the network (a dense layer), are trained in full, unless
-    only some experts are trained.
-
-    Args:
-        model: The model; changed in place.
-        settings: `training.peft`.
-        only_experts: As in `peft_config`.
-
-    Raises:
-        ValueError: If PEFT refuses the settings, or no module is a target.
-    """
-    if only_experts is not None:
-        model.requires_grad_(False)
-    adapt(network_of(model), settings, only_experts)
-
-
-def adapt(network: Any, settings: "PeftSettings", only_experts: list[str] | None = None) -> None:
-    """Freeze a Transformers model, and give it adapters to train; arguments and errors as in `add_adapters`."""
+    network.add_adapter(config_class(**{**arguments, **settings.arguments}))
     base_dtype = getattr(torch, settings.base_dtype)
-    config = peft_config(settings, only_experts)
-    if isinstance(getattr(network, "pooling", None), nn.Module) and only_experts is None:  # it may have new weights
-        config.modules_to_save = [*(config.modules_to_save or []), "pooling"]
-        config.exclude_modules = "|".join(filter(None, (config.exclude_modules, r"pooling\..*")))
-    network.add_adapter(config)
     embeddings = {id(module.weight) for module in network.modules() if isinstance(module, nn.Embedding)}
     for module in network.modules():
         if isinstance(module, nn.Linear) and id(module.weight) not in embeddings:  # mixed precision only rounds these

@@ -130,6 +130,10 @@ class TrainingData:
     def __str__(self) -> str:
         return table_of(self.reports)
 
+    def hashes(self) -> dict[str, str]:
+        """Return a content hash of each training set's rows."""
+        return {name: training_set.rows_hash() for name, training_set in self.sets.items()}
+
 
 def load_data(
     recipe: Recipe,

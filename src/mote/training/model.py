@@ -2,6 +2,8 @@
 
 import contextlib
 import logging
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from mote.checkpoints.tensors import experts_are_copies
 from mote.checkpoints.tokens import apply_end_token, with_padding_token
 from mote.inference.loading import require_all_weights
 from mote.remote.configuration_mote import MoTEConfig
-from mote.training.adapters import add_adapters, network_of, share_weights
+from mote.training.adapters import adapt, network_of, share_weights
 from mote.training.model_settings import ModelSettings
 from mote.training.names import names_of, retrieval_of, set_router_loss, upcycling_options
 from mote.training.processes import processes
@@ -76,13 +78,14 @@ def build_model(
         model.max_seq_length = settings.max_length
     if settings.dropout is not None:
         set_dropout(model, settings.dropout)
+    only_experts = recipe.training.only_experts
+    if only_experts is not None:
+        _freeze_all_but(model, only_experts)
     if adapters is not None:
-        add_adapters(model, adapters, recipe.training.only_experts)
+        adapt(network_of(model), adapters, only_experts)
         base = network_of(model).peft_config["default"]
         base.base_model_name_or_path = str(source.folder.resolve()) if source.is_local else source.name
         base.revision = source.revision
-    elif recipe.training.only_experts is not None:
-        _freeze_all_but(model, recipe.training.only_experts)
     return model, names
 
 
@@ -135,11 +138,7 @@ def _mote_folder(recipe: Recipe, source: Checkpoint, folder: Path) -> Path:
 
 def _link(source: Path, folder: Path) -> None:
     """Copy a model's folder with links in place of files, which takes no space."""
-    for path in source.rglob("*"):
-        if path.is_file():
-            link = folder / path.relative_to(source)
-            link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(path.resolve())
+    shutil.copytree(source.resolve(), folder, copy_function=os.symlink)
 
 
 def native_folder(source: Checkpoint, folder: Path, bidirectional: bool = False) -> Path:
@@ -178,13 +177,13 @@ def native_folder(source: Checkpoint, folder: Path, bidirectional: bool = False)
 
 
 def _set_pooling(model: SentenceTransformer, pooling: str) -> None:
-    """Set how a dense model pools; raise `ValueError` if it has no `Pooling`: the setting would have no effect."""
+    """Set how a dense model pools; raise `ValueError` if it cannot pool so."""
     names: Any = {ours: theirs for theirs, ours in st.POOLING_NAMES.items()}
     modules = [module for module in model if isinstance(module, Pooling)]
+    if pooling not in names or not modules:
+        raise ValueError(f"model.pooling={pooling}: a dense model pools by `Pooling` ({', '.join(names)})")
     for module in modules:
         module.pooling_mode = names[pooling]
-    if not modules:
-        raise ValueError(f"model.pooling={pooling}: the model has no module that pools tokens (`Pooling`)")
 
 
 def _loading(settings: ModelSettings) -> dict[str, Any]:
@@ -204,15 +203,13 @@ def set_dropout(model: nn.Module, probability: float) -> None:
 @contextlib.contextmanager
 def _no_progress() -> Iterator[None]:
     """Silence the progress messages of upcycling."""
-    loggers = [logging.getLogger(name) for name in ("mote.upcycling", "mote.checkpoints")]
-    levels = [each.level for each in loggers]
-    for each in loggers:
-        each.setLevel(logging.WARNING)
+    package = logging.getLogger("mote")
+    level = package.level
+    package.setLevel(logging.WARNING)
     try:
         yield
     finally:
-        for each, level in zip(loggers, levels, strict=True):
-            each.setLevel(level)
+        package.setLevel(level)
 
 
 def _freeze_all_but(model: SentenceTransformer | SparseEncoder, experts: list[str]) -> None:

@@ -1,11 +1,11 @@
 """Settings of the model that a recipe trains, and of its vectors."""
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from mote.settings import Settings
-from mote.upcycling.options import POOLING_BY_ATTENTION, TOKEN_ROUTING, MoTESettings
+from mote.upcycling.options import MoTESettings
 
 
 class ModelSettings(MoTESettings):
@@ -29,22 +29,6 @@ class ModelSettings(MoTESettings):
     attention: str | None = None
     dropout: float | None = Field(default=None, ge=0, lt=1)
 
-    @model_validator(mode="after")
-    def _fits_kind(self) -> "ModelSettings":
-        of_experts = {
-            "layers": self.layers not in (None, "every"),
-            "shared_modules": self.shared_modules is not None,
-            "pooling": self.pooling in POOLING_BY_ATTENTION,
-            **{name: getattr(self, name) is not None for name in TOKEN_ROUTING},
-        }
-        if self.kind == "dense" and any(of_experts.values()):
-            given = ", ".join(name for name, is_given in of_experts.items() if is_given)
-            raise ValueError(
-                f"{given}: for models with experts, but model.kind is dense. Set model.kind=mote (one expert computes "
-                "the same as a dense model), or leave them out (`null`)"
-            )
-        return self
-
 
 class RetrievalSettings(Settings):
     """The model's vectors, and what keeps sparse ones sparse: the arguments of Sentence-Transformers' `SpladeLoss`.
@@ -53,8 +37,7 @@ class RetrievalSettings(Settings):
         kind: `dense`; `sparse`, with a weight for each token of the vocabulary; or `hybrid`, both from one pass.
         sparse_from: Source of sparse weights: the logits of the `head` (SPLADE), or hidden states times token
             `embeddings` (CoT-MoTE, Equation 4). Default: the source's, else `head`, or `embeddings` for hybrid vectors.
-        weight: Weight of the sparse score in a hybrid score; `tuned`: 1 in training, then the best weight on held-out
-            pairs. Default: the source's, or 1.
+        weight: Weight of the sparse score in a hybrid score. Default: the source's, or 1.
         max_active_dims: Number of largest weights that the trained model keeps. Default: all.
         query_regularizer_weight: Weight of the FLOPS loss on anchors.
         document_regularizer_weight: Weight of the FLOPS loss on all other texts.
@@ -66,7 +49,7 @@ class RetrievalSettings(Settings):
 
     kind: Literal["dense", "sparse", "hybrid"] = "dense"
     sparse_from: Literal["head", "embeddings"] | None = None
-    weight: Annotated[float, Field(ge=0)] | Literal["tuned"] | None = None
+    weight: float | None = Field(default=None, ge=0)
     max_active_dims: int | None = Field(default=None, ge=1)
     query_regularizer_weight: float = Field(default=5e-5, ge=0)
     document_regularizer_weight: float = Field(default=3e-5, ge=0)

@@ -50,21 +50,12 @@ def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
         names.validate()
     else:
         names = plan_upcycling(source, options=upcycling_options(settings, recipe.retrieval)).config
-    _check_training(recipe, source, names)
-    return names
-
-
-def _check_training(recipe: Recipe, source: Checkpoint, names: MoTEConfig) -> None:
-    """Check that a model suits the recipe's data and training."""
     given: list[TaskSettings | DatasetSettings] = [*recipe.tasks.values()]
     given += [dataset for task in recipe.tasks.values() for dataset in task.datasets]
     check_fit(recipe, source, names, [name for one in given for name in (one.anchor, one.positive) if name])
-    if recipe.training.only_experts is not None:
-        _check_only_experts(recipe, names, recipe.training.only_experts)
-    if isinstance(recipe.training.start_weight, dict):
-        _check_start_weight(names, recipe.training.start_weight)
-    if recipe.training.peft is not None:
-        _check_peft(recipe, source, names)
+    _check_parts(recipe, names)
+    _check_peft(recipe, source, names)
+    return names
 
 
 def encodings(names: MoTEConfig, kind: str) -> dict[str, dict[str, Any]]:
@@ -111,8 +102,7 @@ def retrieval_of(recipe: Recipe, source: Checkpoint) -> Retrieval:
         if own.kind != "dense":
             raise ValueError(f"{source.name} gives {own.kind} vectors: set retrieval.kind={own.kind}")
         return own
-    weight = 1.0 if wanted.weight == "tuned" else wanted.weight
-    retrieval = wanted_retrieval(own, wanted.kind, wanted.sparse_from, wanted.max_active_dims, weight)
+    retrieval = wanted_retrieval(own, wanted.kind, wanted.sparse_from, wanted.max_active_dims, wanted.weight)
     if is_mote(source.config) and retrieval.needs_head and not has_head(source.config):
         raise ValueError(
             f"{source.name} has no head for masked language modelling, which sparse vectors are made from: set "
@@ -163,18 +153,18 @@ def _differing(settings: ModelSettings, config: MoTEConfig) -> list[str]:
     routing = token_routing(config)
     layout = MoTEConfig(backbone_config=config.backbone_config, mote_layers=settings.layers or config.mote_layers)
     defined = {task: instruction_with(text, settings.template) for task, text in settings.definitions.items()}
-    found = {name: getattr(config, name, None) for name in ("shared_modules", "pooling", *POOLING_SIZES)}
-    found |= {name: getattr(routing, name, None) for name in ROUTERS}
+    instructions = {**settings.instruction_texts, **defined}
     differing = {
         "layers": layout.mote_layer_indices != config.mote_layer_indices,
         "experts": settings.experts is not None and {*settings.experts} != {*config.experts},
         "tasks": not settings.tasks.items() <= config.tasks.items(),
-        "instructions": not settings.instruction_texts.items() <= config.instructions.items(),
-        "definitions": not defined.items() <= config.instructions.items(),
+        "instructions": not instructions.items() <= config.instructions.items(),
         "bidirectional": settings.bidirectional and getattr(config.backbone_config, "is_causal", True),
         "router_aux_loss_coef": routing is None and settings.router_aux_loss_coef is not None,
-        **{name: getattr(settings, name) not in (None, value) for name, value in found.items()},
     }
+    for owner, kept in ((config, ("shared_modules", "pooling", *POOLING_SIZES)), (routing, ROUTERS)):
+        for name in kept:
+            differing[name] = getattr(settings, name) not in (None, getattr(owner, name, None))
     return [f"model.{name}" for name, differs in differing.items() if differs]
 
 
@@ -197,19 +187,26 @@ def check_fit(recipe: RunSettings, source: Checkpoint, config: MoTEConfig, tasks
         config.expert_of(task)  # an error if the task is unknown
 
 
-def _check_only_experts(recipe: Recipe, names: MoTEConfig, only: list[str]) -> None:
-    """Check that the experts to train exist, and that every dataset trains one of them."""
-    for expert in only:
-        if expert not in names.experts:
-            raise ValueError(
-                f"training.only_experts: the model has no expert {expert!r}.{alternatives(expert, names.experts)} "
-                "`mote experts add` makes a new one"
-            )
-    for name, task in recipe.tasks.items():
+def _check_parts(recipe: Recipe, names: MoTEConfig) -> None:
+    """Check that the model has the experts that are trained by themselves, and that every dataset trains one of them.
+
+    The same for parts with a weight of the start.
+    """
+    only, weights = recipe.training.only_experts or [], recipe.training.start_weight
+    parts = weights if isinstance(weights, dict) else {}
+    for setting, given, known in (
+        ("only_experts", only, names.experts),
+        ("start_weight", parts, [SHARED, *names.experts]),
+    ):
+        for name in given:
+            if known.count(name) != 1:  # an expert may be called "shared"
+                raise ValueError(
+                    f"training.{setting}: no single part of the model is called {name!r}." + alternatives(name, known)
+                )
+    for name, task in recipe.tasks.items() if only else ():
         for dataset in task.datasets:
-            anchor = dataset.anchor or task.anchor
-            positive = dataset.positive or task.positive
-            trained = sorted({names.tasks[anchor], names.tasks[positive]})
+            tasks = (dataset.anchor or task.anchor, dataset.positive or task.positive)
+            trained = sorted({names.tasks[one] for one in tasks})
             if not set(trained) & set(only):
                 raise ValueError(
                     f"tasks.{name}: {dataset.path} trains {' and '.join(trained)}, none of training.only_experts "
@@ -217,34 +214,17 @@ def _check_only_experts(recipe: Recipe, names: MoTEConfig, only: list[str]) -> N
                 )
 
 
-def _check_start_weight(names: MoTEConfig, weights: dict[str, float]) -> None:
-    """Check that a model has the parts whose weight of the start is given."""
-    if SHARED in names.experts:
-        raise ValueError(
-            f"training.start_weight: {SHARED!r} stands for the shared weights, but an expert has this name. Give it "
-            "another name (`mote experts rename`), or one number for all weights"
-        )
-    parts = [SHARED, *names.experts]
-    for part in weights:
-        if part not in parts:
-            raise ValueError(f"training.start_weight: the model has no part {part!r}." + alternatives(part, parts))
-
-
 def _check_peft(recipe: Recipe, source: Checkpoint, names: MoTEConfig) -> None:
     """Check that adapters suit the source, and that they are merged if no base could be loaded under them."""
-    config: Any = source.config
+    settings, kind = recipe.training.peft, recipe.model.kind
+    if settings is None:
+        return
     if token_routing(names) is not None:
         raise ValueError("training.peft: token-routed experts are stacked weights, which PEFT does not adapt here")
-    if recipe.training.peft is None or recipe.training.peft.merge:
-        return
-    if recipe.model.kind == "mote" and not is_mote(config):
+    changed = recipe.model.bidirectional or is_bidirectional(source.config) or source.format != "transformers"
+    if not settings.merge and not is_mote(source.config) and (kind == "mote" or changed):
         raise ValueError(
-            f"training.peft.merge=false: adapters are loaded on top of a model, but {source.name} is not a MoTE yet. "
-            "Upcycle it first (`mote upcycle`), and set model.source to the result"
-        )
-    changed = recipe.model.bidirectional or is_bidirectional(config)
-    if recipe.model.kind == "dense" and (source.format != "transformers" or changed):
-        raise ValueError(
-            f"training.peft.merge=false: the libraries would load adapters on top of {source.name} as it is, but the "
-            f"trained model has {'another direction of attention' if changed else 'another format'}: merge them"
+            f"training.peft.merge=false: adapters are loaded on top of a model, but {source.name} is not yet the model "
+            "that they are trained on. Merge them, or upcycle it first (`mote upcycle`), and set model.source to the "
+            "result"
         )

@@ -86,10 +86,6 @@ class Recipe(RunSettings):
                 f"retrieval.kind={self.retrieval.kind} needs a MoTE: with one expert (model.experts) it computes the "
                 "same as a dense model"
             )
-        if self.retrieval.kind != "hybrid" and self.retrieval.weight is not None:
-            raise ValueError(f"retrieval.weight is for hybrid scores, got retrieval.kind={self.retrieval.kind}")
-        if self.retrieval.weight == "tuned" and not self.validation.share:
-            raise ValueError("retrieval.weight=tuned needs held-out pairs: set validation.share")
         if self.retrieval.kind != "dense" and self.training.matryoshka:
             raise ValueError(f"training.matryoshka is for dense vectors, got retrieval.kind={self.retrieval.kind}")
         if self.retrieval.kind != "dense" and any(task.batches == "blended" for task in self.tasks.values()):
@@ -101,8 +97,6 @@ class Recipe(RunSettings):
         peft = self.training.peft
         if peft is None:
             return self
-        if self.model.kind == "dense" and peft.targets in ("shared", "experts"):
-            raise ValueError(f"training.peft.targets={peft.targets}: a dense model has no experts; try all-linear")
         if self.training.start_weight:
             raise ValueError(
                 "training.start_weight moves the model's own weights, which adapters leave as they are: set it to 0; "

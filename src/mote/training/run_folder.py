@@ -2,7 +2,6 @@
 
 import shutil
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,30 +32,22 @@ FREE_SETTINGS = (
 )
 
 
-@dataclass
 class RunFolder:
-    """The folder of a run: `checkpoints/` and `log.jsonl` while it trains, `model/` when it has finished.
+    """The folder of a run.
+
+    Args:
+        path: The folder.
 
     Attributes:
         path: The folder.
+        model: Folder of the trained model, when the run has finished.
+        checkpoints: Folder of the checkpoints, while it trains.
+        start: Temporary folder of a model that is made from the source.
     """
 
-    path: Path
-
-    @property
-    def model(self) -> Path:
-        """Folder of the trained model."""
-        return self.path / "model"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def start(self) -> Path:
-        """Temporary folder of a model that is made from the source."""
-        return self.path / START_FOLDER
+    def __init__(self, path: Path) -> None:
+        self.path, self.model, self.checkpoints = path, path / "model", path / "checkpoints"
+        self.start = path / START_FOLDER
 
     def lock(self) -> AbstractContextManager[None]:
         """Keep other runs out of the folder; raises `BlockingIOError` if one is using it."""
@@ -73,7 +64,7 @@ class RunFolder:
         return [path for path in found if path.name.removeprefix("checkpoint-").isdecimal() and path.is_dir()]
 
     def check(self, recipe: RunSettings) -> None:
-        """Check that a run of the recipe may write here: in the folder of a run, or in one without visible files.
+        """Check that a run of the recipe may write here: into the folder of a run, or one without visible files.
 
         Raises:
             FileExistsError: If the folder holds something other than a run.
@@ -87,9 +78,9 @@ class RunFolder:
             )
         if not self.path.exists() or (self.path / RUN_FILE).exists():
             return
-        others = [path for path in sorted(self.path.iterdir()) if not path.name.startswith(".")]
-        for path in others:  # the trainer makes its folder of checkpoints before the run begins
-            if path != self.checkpoints or any(path.iterdir()):
+        for path in sorted(self.path.iterdir()):
+            # The trainer makes its folder of checkpoints before the run begins.
+            if not path.name.startswith(".") and (path != self.checkpoints or any(path.iterdir())):
                 raise FileExistsError(
                     f"{self.path} holds something other than a run: {path} is in the way. Choose another `output`"
                 )
@@ -129,7 +120,13 @@ class RunFolder:
         """
         kept = read_json(self.path / RUN_FILE)
         for part, ours in identity.items():
-            if found := differences(kept[part], ours):
+            theirs = kept[part]
+            found = [
+                f"{key} ({theirs.get(key)!r} there, {ours.get(key)!r} here)"
+                for key in {**theirs, **ours}
+                if theirs.get(key) != ours.get(key)
+            ]
+            if found:
                 raise ValueError(
                     f"The {part} differ from those of the run in {self.path}: {', '.join(found)}. Resume with the "
                     "earlier ones, choose another `output`, or start over with `--overwrite`"
@@ -189,13 +186,6 @@ def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
     for key, value in settings.items() if isinstance(settings, dict) else enumerate(settings):
         flat |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
     return flat
-
-
-def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-    """Name the values that differ, with both if they are short."""
-    keys = [key for key in {**theirs, **ours} if theirs.get(key) != ours.get(key)]
-    shown = [f"{key} ({theirs.get(key)!r} there, {ours.get(key)!r} here)" for key in keys]
-    return [text if len(text) < 200 else key for key, text in zip(keys, shown, strict=True)]
 
 
 def as_yaml(recipe: Settings) -> str:

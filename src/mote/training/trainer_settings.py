@@ -36,6 +36,7 @@ class TrainerSettings(Settings):
         logging_steps: Steps between log lines; below 1, a fraction of all steps.
         eval_steps: Steps between validations; below 1, a fraction of all steps. Default: only before and after
             training.
+        per_device_eval_batch_size: Rows per pass in validation, per process.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -55,17 +56,17 @@ class TrainerSettings(Settings):
     save_total_limit: int = Field(default=2, ge=2)
     logging_steps: float = Field(default=1, gt=0)
     eval_steps: float | None = Field(default=None, gt=0)
+    per_device_eval_batch_size: int = Field(default=64, ge=1)
 
     ARGUMENTS: ClassVar[str] = "transformers.TrainingArguments"
     RESERVED: ClassVar[dict[str, str]] = {
-        **dict.fromkeys(
-            ("per_device_train_batch_size", "gradient_accumulation_steps", "auto_find_batch_size"),
-            "a step is one whole batch; set training.batch_size",
-        ),
-        **dict.fromkeys(("logging_strategy", "logging_nan_inf_filter"), "set training.logging_steps"),
-        **dict.fromkeys(
-            ("resume_from_checkpoint", "save_only_model"), "the same command resumes from the last checkpoint"
-        ),
+        "per_device_train_batch_size": "set training.batch_size",
+        "gradient_accumulation_steps": "a step is one whole batch; set training.batch_size",
+        "auto_find_batch_size": "set training.batch_size",
+        "logging_strategy": "set training.logging_steps",
+        "logging_nan_inf_filter": "a run stops at the first non-finite value",
+        "resume_from_checkpoint": "the same command resumes from the last checkpoint",
+        "save_only_model": "the same command resumes from the last checkpoint",
         "warmup_ratio": "set training.warmup_steps, where a number below 1 is a fraction of all steps",
         "eval_strategy": "set training.eval_steps",
         "data_seed": "set training.seed",
@@ -91,10 +92,8 @@ class TrainerSettings(Settings):
             if key not in known:
                 nearest = difflib.get_close_matches(str(key), [*cls.model_fields, *known], n=1)
                 hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-                raise ValueError(
-                    f"unknown key {key!r}.{hint} Known keys: {', '.join(cls.ours())}, and the arguments of "
-                    f"{cls.ARGUMENTS.rpartition('.')[2]}"
-                )
+                kind = cls.ARGUMENTS.rpartition(".")[2]
+                raise ValueError(f"unknown key {key!r}.{hint} Known: {', '.join(cls.ours())}, arguments of {kind}")
             try:
                 checked[key] = TypeAdapter(known[key], config=_ANY_TYPE).validate_python(value)
             except ValidationError as error:
@@ -185,15 +184,13 @@ class TrainingSettings(TrainerSettings):
     ARGUMENTS: ClassVar[str] = "sentence_transformers.SentenceTransformerTrainingArguments"
     RESERVED: ClassVar[dict[str, str]] = {
         **TrainerSettings.RESERVED,
-        **dict.fromkeys(
-            ("per_device_train_batch_size", "gradient_accumulation_steps", "auto_find_batch_size"),
-            "a step is one whole batch; set training.batch_size, and training.mini_batch_size to save memory",
-        ),
-        **dict.fromkeys(
-            ("batch_sampler", "multi_dataset_batch_sampler", "train_sampling_strategy"), "set tasks.NAME.batches"
-        ),
+        "gradient_accumulation_steps": "a step is one whole batch; set training.mini_batch_size to save memory",
+        "batch_sampler": "set tasks.NAME.batches",
+        "multi_dataset_batch_sampler": "set tasks.NAME.batches",
+        "train_sampling_strategy": "set tasks.NAME.batches",
         "dataloader_drop_last": "batches of a training set have nearly equal sizes, so that there is no small last one",
-        **dict.fromkeys(("prompts", "router_mapping"), "set model.instructions, and tasks.NAME.anchor and positive"),
+        "prompts": "set model.instructions",
+        "router_mapping": "set tasks.NAME.anchor and positive",
     }
 
 

@@ -15,10 +15,6 @@ from sklearn.metrics.pairwise import cosine_similarity
 
 from mote.training.data import ValidationSet
 
-# Weights of the sparse score to try; 0 is the dense score alone.
-WEIGHTS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
-
-
 Encoder = SentenceTransformer | SparseEncoder
 
 
@@ -107,37 +103,6 @@ class Validation(BaseEvaluator):
             if isinstance(model, SparseEncoder):
                 return model.encode(list(texts), convert_to_sparse_tensor=False, **arguments).float().cpu().numpy()
             return np.asarray(model.encode(list(texts), **arguments))
-
-
-def tune_weight(validation: Validation, model: Any) -> dict[float, float]:
-    """Score a hybrid model with several weights of the sparse score on the held-out pairs, and set the best.
-
-    Each text is embedded once. Of equal scores, the weight closest to 1 is taken.
-
-    Args:
-        validation: The held-out texts.
-        model: A `SparseEncoder` that ends in a `HybridPooling`.
-
-    Returns:
-        Weight → mean nDCG@10 of the datasets of pairs, x 100.
-
-    Raises:
-        ValueError: If no dataset has pairs.
-    """
-    sets = [held_out for held_out in validation.sets if held_out.row_type == "pairs"]
-    if not sets:
-        raise ValueError("retrieval.weight=tuned needs held-out pairs, and no dataset has any")
-    model[-1].weight = 1.0
-    scores: dict[float, list[float]] = {weight: [] for weight in WEIGHTS}
-    size = model[0].config.vocab_size
-    for held_out in sets:
-        anchors, positives, right = validation.embedded_pairs(model, held_out)
-        sparse, dense = anchors[:, :size] @ positives[:, :size].T, anchors[:, size:] @ positives[:, size:].T
-        for weight, found in scores.items():
-            found.append(100 * float(ndcg_score(right, dense + weight * sparse, k=10)))
-    means = {weight: float(np.mean(found)) for weight, found in scores.items()}
-    model[-1].weight = max(means, key=lambda weight: (means[weight], -abs(weight - 1)))
-    return means
 
 
 def _similarity(model: Encoder, queries: np.ndarray, documents: np.ndarray) -> np.ndarray:
