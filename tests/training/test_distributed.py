@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -71,21 +72,33 @@ def launch(
 
 
 def train(
-    processes: int,
-    data: Path,
-    out: Path,
-    *more: str,
-    recipe: str = "mote",
-    check: bool = True,
-    cache: Path | None = None,
-) -> subprocess.CompletedProcess[str]:
-    """Run it."""
-    command, environment = launch(processes, data, out, *more, recipe=recipe)
-    environment = {**environment, "HF_ASSETS_CACHE": str(cache or out.parent / "cache")}
+    processes: int, data: Path, out: Path, *more: str, code: int = 0, fsdp: dict[str, str] | None = None, **others: Any
+) -> str:
+    """Run it, under FSDP with settings of its own; return what it writes to stderr."""
+    script = ("-m", "mote") if fsdp is None else FSDP_SCRIPT
+    cache = {"HF_ASSETS_CACHE": str(others.pop("cache", out.parent / "cache"))}
+    command, environment = launch(processes, data, out, *more, script=script, **others)
+    environment |= cache if fsdp is None else {**cache, **FSDP, **fsdp}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
-    if check:
-        assert done.returncode == 0, done.stderr[-4000:]
-    return done
+    assert done.returncode == code, done.stderr[-4000:]
+    return done.stderr
+
+
+def as_killed(data: Path, folder: Path, *settings: str) -> dict[str, torch.Tensor]:
+    """Train under FSDP, undisturbed, and killed and resumed; return the weights, which must be the same."""
+    train(2, data, folder / "whole" / "run", *settings, fsdp={})
+    train(2, data, folder / "killed" / "run", *settings, fsdp={"DIE_AT_STEP": "4"}, code=1)
+    train(2, data, folder / "killed" / "run", *settings, fsdp={})
+    whole, killed = (weights(folder / name / "run" / "model") for name in ("whole", "killed"))
+    assert all(torch.equal(whole[key], killed[key]) for key in whole)
+    assert train_step(folder / "killed" / "run" / "model")["resumed_from_step"] == 2
+    return whole
+
+
+def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], within: float = 1e-6) -> None:
+    assert one.keys() == other.keys()
+    for key in one:
+        assert (one[key] - other[key]).abs().max().item() <= within, key
 
 
 BLENDED = [
@@ -154,21 +167,10 @@ def test_two_processes_train_the_adapters_of_one(data: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("rounded", [(), ("training.peft.base_dtype=bfloat16", "training.bf16=true")], ids=["", "bf16"])
 def test_adapters_under_fsdp(rounded: tuple[str, ...], data: Path, tmp_path: Path) -> None:
     """Killed, resumed bit for bit, and merged to the weights of two replicas."""
-    for name, changes, code in (("whole", {}, 0), ("killed", {"DIE_AT_STEP": "4"}, 1), ("killed", {}, 0)):
-        more = (*ADAPTERS, *rounded, "training.gradient_checkpointing=true")
-        command, environment = launch(2, data, tmp_path / name / "run", *more, script=FSDP_SCRIPT)
-        done = subprocess.run(
-            command, env={**environment, **FSDP, **changes}, capture_output=True, text=True, timeout=400
-        )
-        assert done.returncode == code, done.stderr[-4000:]
+    whole = as_killed(data, tmp_path, *ADAPTERS, *rounded, "training.gradient_checkpointing=true")
     train(2, data, tmp_path / "replicas" / "run", *ADAPTERS, *rounded)
-    whole, killed, replicas = (weights(tmp_path / name / "run" / "model") for name in ("whole", "killed", "replicas"))
-    assert whole.keys() == replicas.keys()
-    for key in whole:
-        assert torch.equal(whole[key], killed[key]), key
-        within = 1e-4 if rounded else 1e-6  # replicas round activations, parts of FSDP their weights and inputs
-        assert (whole[key] - replicas[key]).abs().max().item() <= within, key
-    assert train_step(tmp_path / "killed" / "run" / "model")["resumed_from_step"] == 2
+    # Replicas round activations, parts of FSDP their weights and inputs.
+    assert_close(whole, weights(tmp_path / "replicas" / "run" / "model"), 1e-4 if rounded else 1e-6)
 
 
 def test_two_killed_processes_are_resumed_bit_for_bit(data: Path, tmp_path: Path) -> None:
@@ -196,26 +198,11 @@ def test_two_killed_processes_are_resumed_bit_for_bit(data: Path, tmp_path: Path
 def test_fsdp_checkpoints_are_resumed(data: Path, tmp_path: Path) -> None:
     """Checkpoints in parts, from which a run is resumed bit for bit; at the end a whole model, that of two replicas."""
     settings = ("training.optim=sgd", "training.learning_rate=1", "training.max_grad_norm=1e-3")
-    for name, changes, code in (
-        ("full", {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}, 1),
-        ("whole", {}, 0),
-        ("killed", {"DIE_AT_STEP": "4"}, 1),
-        ("killed", {}, 0),
-    ):
-        command, environment = launch(2, data, tmp_path / name / "run", *settings, script=FSDP_SCRIPT)
-        done = subprocess.run(
-            command, env={**environment, **FSDP, **changes}, capture_output=True, text=True, timeout=400
-        )
-        assert done.returncode == code, done.stderr[-4000:]
-        assert ("SHARDED_STATE_DICT" in done.stderr) == (name == "full")
+    full = {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
+    assert "SHARDED_STATE_DICT" in train(2, data, tmp_path / "full" / "run", *settings, fsdp=full, code=1)
+    whole = as_killed(data, tmp_path, *settings)
     train(2, data, tmp_path / "replicas" / "run", *settings)
-    whole, killed, replicas = (weights(tmp_path / name / "run" / "model") for name in ("whole", "killed", "replicas"))
-    assert whole.keys() == replicas.keys()
-    for key in whole:
-        assert torch.equal(whole[key], killed[key]), key
-        assert (whole[key] - replicas[key]).abs().max().item() <= 1e-6, key
-    record = train_step(tmp_path / "killed" / "run" / "model")
-    assert record["resumed_from_step"] == 2
+    assert_close(whole, weights(tmp_path / "replicas" / "run" / "model"))
 
 
 @pytest.mark.slow
@@ -249,10 +236,8 @@ def test_pretraining_under_fsdp(recipe: str, tmp_path: Path) -> None:
         done = subprocess.run(words, env={**environment, **changes}, capture_output=True, text=True, timeout=400)
         assert done.returncode == code, done.stderr[-4000:]
     whole, killed, replicas = (weights(tmp_path / name / "run" / "model") for name in ("whole", "killed", "replicas"))
-    assert whole.keys() == killed.keys() == replicas.keys()
-    for key in whole:
-        assert torch.equal(whole[key], killed[key]), key
-        assert (whole[key] - replicas[key]).abs().max().item() <= 1e-6, key
+    assert all(torch.equal(whole[key], killed[key]) for key in whole)
+    assert_close(whole, replicas)
 
 
 SPARSE = (  # without FLOPS losses, which are quadratic in a batch: of its parts they are others
@@ -288,19 +273,11 @@ def test_one_process_replicas_and_parts(recipe: str, more: tuple[str, ...], data
         "training.weight_decay=0",
         "training.max_grad_norm=1e-2",
     )
-    for name, processes, script, changes in (
-        ("one", 1, ("-m", "mote"), {}),
-        ("replicas", 2, ("-m", "mote"), {}),
-        ("parts", 2, FSDP_SCRIPT, FSDP),
-    ):
-        command, environment = launch(processes, data, tmp_path / name / "run", *settings, recipe=recipe, script=script)
-        done = subprocess.run(command, env={**environment, **changes}, capture_output=True, text=True, timeout=400)
-        assert done.returncode == 0, done.stderr[-4000:]
+    for name, processes, fsdp in (("one", 1, None), ("replicas", 2, None), ("parts", 2, {})):
+        train(processes, data, tmp_path / name / "run", *settings, recipe=recipe, fsdp=fsdp)
     one, replicas, parts = (weights(tmp_path / name / "run" / "model") for name in ("one", "replicas", "parts"))
-    assert one.keys() == replicas.keys() == parts.keys()
-    for key in one:
-        assert (one[key] - replicas[key]).abs().max().item() <= 1e-6, key
-        assert (one[key] - parts[key]).abs().max().item() <= 1e-6, key
+    assert_close(one, replicas)
+    assert_close(one, parts)
     start = weights(upcycle(str(SMALL_ENCODER), tmp_path / "start", experts=["search_query", "search_document"]))
     assert max((one[key] - start[key]).abs().max().item() for key in start) > 1e-4
 
@@ -329,13 +306,10 @@ def test_a_loss_that_is_not_cached_needs_one_expert(data: Path, tmp_path: Path) 
         "tasks={retrieval: {anchor: search_query, positive: search_document, batches: homogeneous, loss: TripletLoss, "
         "datasets: [retrieval/arxiv]}}"
     )
-    done = train(2, data, tmp_path / "run", loss, check=False)
-    assert done.returncode != 0
-    assert "TripletLoss cannot send the columns of a row through 2 experts" in done.stderr
-    assert "Traceback" not in done.stderr.split("torch/distributed")[0]
+    errors = train(2, data, tmp_path / "run", loss, code=1)
+    assert "TripletLoss cannot send the columns of a row through 2 experts" in errors
+    assert "Traceback" not in errors.split("torch/distributed")[0]
 
 
 def test_a_batch_that_cannot_be_shared_evenly(data: Path, tmp_path: Path) -> None:
-    done = train(2, data, tmp_path / "run", "training.batch_size=15", check=False)
-    assert done.returncode != 0
-    assert "15 cannot be divided evenly among 2" in done.stderr
+    assert "15 cannot be divided evenly among 2" in train(2, data, tmp_path / "run", "training.batch_size=15", code=1)

@@ -62,14 +62,6 @@ def test_only_the_new_expert_moves(tasks: str, how: str, source: Path, tmp_path:
     assert mote.experts.list_experts(str(model)).base_hash == mote.experts.list_experts(str(source)).base_hash
 
 
-@pytest.mark.long
-def test_without_the_line_all_of_it_moves(source: Path, tmp_path: Path) -> None:
-    model = train("mote", settings(source, tmp_path / "run", "training.only_experts=null"))
-    before, after = (load_file(folder / "model.safetensors") for folder in (source, model))
-    assert any(".shared." in key and not torch.equal(weight, before[key]) for key, weight in after.items())
-    assert mote.experts.list_experts(str(model)).base_hash != mote.experts.list_experts(str(source)).base_hash
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -1,14 +1,13 @@
 """Recipes: what is shipped, what extends what, and what is refused."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mote.checkpoints.reading import open_checkpoint
 from mote.training.names import names_of
 from mote.training.recipe_files import load_recipe, shipped_recipes
-from mote.training.run_folder import as_yaml
+from mote.training.run_folder import as_yaml, fixed_settings
 
 ALL = [
     "cot-stage1",
@@ -36,17 +35,10 @@ ALL = [
 ]
 
 
-def flat(settings: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(settings, dict) or not settings:
-        return {prefix: settings}
-    return {key: value for name in settings for key, value in flat(settings[name], f"{prefix}.{name}").items()}
-
-
 def differences(one: str, other: str) -> set[str]:
     """Name the settings in which two recipes differ, apart from what they are called."""
-    first, second = (flat(load_recipe(name).model_dump()) for name in (one, other))
-    keys = {key for key in first.keys() | second.keys() if first.get(key) != second.get(key)}
-    return {key for key in keys if key not in (".name", ".description", ".output")}
+    first, second = (fixed_settings(load_recipe(name)) for name in (one, other))
+    return {key for key in {**first, **second} if first.get(key) != second.get(key)} - {"name"}
 
 
 def test_the_shipped_recipes() -> None:
@@ -81,19 +73,19 @@ def test_the_papers_settings() -> None:
 
 
 def test_recipes_differ_in_what_the_paper_varies() -> None:
-    assert differences("mote", "mote-every-other") == {".model.layers"}
-    assert differences("mote", "mote-static") == {".tasks.retrieval.batches", ".tasks.clustering.temperature"}
-    assert differences("mote", "ic") == {".model.kind"}
-    assert differences("ic", "em") == {".model.instructions"}
-    routing = {".model.kind", ".model.num_experts_per_tok", ".model.router_aux_loss_coef"}
+    assert differences("mote", "mote-every-other") == {"model.layers"}
+    assert differences("mote", "mote-static") == {"tasks.retrieval.batches", "tasks.clustering.temperature"}
+    assert differences("mote", "ic") == {"model.kind"}
+    assert differences("ic", "em") == {"model.instructions"}
+    routing = {"model.kind", "model.num_experts_per_tok", "model.router_aux_loss_coef"}
     assert differences("mote", "tlr") == routing
     for task in ("retrieval", "classification", "clustering"):
         assert list(load_recipe(f"sem-{task}").tasks) == [task]
-        assert {key.split(".")[1] for key in differences("ic", f"sem-{task}")} == {"tasks"}
+        assert {key.split(".")[0] for key in differences("ic", f"sem-{task}")} == {"tasks"}
     assert {key for key in differences("mote", "task-lora") if ".peft" not in key} == {
-        ".model.shared_modules",
-        ".training.learning_rate",
-        ".training.weight_decay",
+        "model.shared_modules",
+        "training.learning_rate",
+        "training.weight_decay",
     }
     assert load_recipe("mote-best").model.source == f"{load_recipe('distill').output}/model"
     assert load_recipe("distill").tasks.keys() == load_recipe("mote-best").tasks.keys()
@@ -168,7 +160,6 @@ def test_a_file_of_a_shipped_recipes_name(
         ("tasks.retrieval.batches=mixed", r"'heterogeneous' or 'blended'"),
         ("tasks.retrieval.datasets=[]", r"tasks.retrieval.datasets: List should have at least 1 item"),
         ("tasks.retrieval.datasets=[{path: a, colums: {}}]", r"unknown key 'colums'. Did you mean 'columns'"),
-        ("tasks.retrieval.datasets=[{path: a, max_length: 0}]", r"max_length.*greater than 0, got 0"),
         (
             "tasks.retrieval.datasets=[{path: a, max_length: {anchor: 9, positive: -3}}]",
             r"positive: .*than 0, got -3",
@@ -177,7 +168,6 @@ def test_a_file_of_a_shipped_recipes_name(
             "tasks.retrieval.datasets=[{path: a, label_texts: {x: b, y: ' '}}]",
             r"label_texts.y: String should match",
         ),
-        ("training.matryoshka=[256, 0]", r"training.matryoshka.*: Input should be greater than 0"),
         ("model.kind=sparse", r"model.kind: Input should be 'mote', 'token_routed' or 'dense'"),
         ("tasks={}", "tasks: Dictionary should have at least 1 item"),  # an override replaces what it names
         ("training.batch_size", r"expected key=value"),
@@ -186,13 +176,7 @@ def test_a_file_of_a_shipped_recipes_name(
         ("extends=em", r"unknown key 'extends'"),
         ("training={seed: 7, seed: 8}", r"(?s)The override 'training=.*' is invalid YAML: .*found duplicate key seed"),
         ("training.learning_rate=.inf", "training.learning_rate: Input should be a finite number"),
-        ("tasks.retrieval.temperature=.inf", "tasks.retrieval.temperature: Input should be a finite number"),
-        ("model.router_aux_loss_coef=.nan", "model.router_aux_loss_coef"),
-        ("tasks.retrieval.datasets=[{path: a, weight: 1e9}]", "weight: Input should be less than or equal to 1000"),
-        ("training.seed=-1", "training.seed: Input should be greater than or equal to 0"),
-        ("training.seed=100000000000000000000", "training.seed: Input should be less than 4294967296"),
         ("training.save_total_limit=1", "training.save_total_limit"),
-        ("training.max_steps=0", "training.max_steps"),
     ],
 )
 def test_invalid_settings(override: str, message: str) -> None:

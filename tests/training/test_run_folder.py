@@ -11,7 +11,7 @@ from helpers.checkpoints import contents
 from helpers.runs import break_off, overrides, train_step
 
 from mote.training.recipe_files import load_recipe
-from mote.training.run_folder import CHECKPOINT_FILE, START_FOLDER, RunFolder, as_yaml, fixed_settings
+from mote.training.run_folder import CHECKPOINT_FILE, RunFolder, as_yaml, fixed_settings
 from mote.training.train import TrainingRun, train
 
 DIVERGING = ("training.optim=sgd", "training.learning_rate=1e+30", "training.weight_decay=1e+30")
@@ -190,13 +190,6 @@ def test_a_start_model_left_by_a_kill_is_not_used(tiny: Path, data: Path, fresh_
     model = TrainingRun("mote", overrides(tiny, data, folder.path)).prepare().model
     assert model.get_embedding_dimension() == 16
     assert not folder.start.exists()
-
-
-def test_overwrite_after_a_kill_while_upcycling(tiny: Path, data: Path, tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run")
-    recipe = load_recipe("mote", overrides(tiny, data, folder.path))
-    (folder.path / f".{START_FOLDER}.writing-999999999").mkdir(parents=True)
-    assert folder.open(recipe, overwrite=True) is None
 
 
 def test_a_foreign_folder_is_left_alone(tiny: Path, data: Path, tmp_path: Path) -> None:
