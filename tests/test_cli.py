@@ -244,7 +244,7 @@ def test_wrong_command_lines_end_in_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("option", ["--batch-size", "--length", "--columns", "--processes"])
+@pytest.mark.parametrize("option", ["--batch-size", "--length", "--columns"])
 @pytest.mark.parametrize("value", ["-1", "0", "1.5"])
 def test_numbers_that_are_out_of_range(
     option: str, value: str, upcycled: Path, capsys: pytest.CaptureFixture[str]

@@ -9,11 +9,11 @@ from helpers.families import EXPERTS, NOT_CHECKPOINTED, all_families, dense_mode
 from helpers.paths import SMALL_ENCODER
 from helpers.token_routing import trained_hierarchical
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoConfig, BertConfig
+from transformers import AutoConfig
 
 from mote import estimate_memory
 from mote.cli import main
-from mote.remote.modeling_mote import MoTEConfig, MoTEModel
+from mote.remote.modeling_mote import MoTEModel
 from mote.remote.token_routing_mote import TokenRoutedConfig
 from mote.training.memory import ATTENTION_DROPOUT, empty_model, measure_activations
 
@@ -117,41 +117,19 @@ def test_weights_gradients_and_optimizer_are_exact(name: str) -> None:
     assert estimate_memory(config.backbone_config, **SMALL).weights < told.weights
 
 
-@pytest.mark.long
-def test_what_is_cut_among_processes() -> None:
-    config = MoTEConfig(
-        backbone_config=BertConfig(
-            hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=128, vocab_size=96
-        ),
-        experts=["a", "b"],
-    )
-    one = estimate_memory(config, **SMALL)
-    ddp = estimate_memory(config, **SMALL, processes=4)
-    fsdp, half = (
-        estimate_memory(config, **SMALL, processes=4, sharding="fsdp2", precision=how) for how in ("fp32", "bf16")
-    )
-    assert one.communication == 0
-    assert ddp.communication == ddp.gradients == ddp.weights == one.weights
-    for name in ("weights", "gradients", "optimizer"):
-        assert getattr(fsdp, name) == getattr(ddp, name) // 4
-    assert 0 < 2 * half.communication == fsdp.communication < ddp.weights
-
-
-def test_what_cannot_be_estimated_is_refused() -> None:
+def test_a_token_router_is_refused() -> None:
     backbone = AutoConfig.from_pretrained(SMALL_ENCODER)
     for model in (TokenRoutedConfig(backbone_config=backbone), trained_hierarchical()):
         with pytest.raises(ValueError, match="memory of a token-routed model depends on where the tokens go"):
             estimate_memory(model, **SMALL)
-    with pytest.raises(ValueError, match="batch_size 16 cannot be divided evenly among 3 processes"):
-        estimate_memory(backbone, **SMALL, processes=3)
 
 
 @pytest.mark.long
 def test_the_command(capsys: pytest.CaptureFixture[str], fresh_folder: Any) -> None:
     options = ["--batch-size", "32", "--mini-batch-size", "8", "--length", "32"]
-    assert main(["memory", str(fresh_folder), *options, "--processes", "2", "--sharding", "fsdp2"]) == 0
+    assert main(["memory", str(fresh_folder), *options]) == 0
     lines = capsys.readouterr().out.splitlines()
-    names = ["weights", "gradients", "optimizer", "communication", "activations", "loss", "total"]
+    names = ["weights", "gradients", "optimizer", "activations", "loss", "total"]
     assert [line.split()[1] for line in lines[2:]] == names
     assert main(["memory", str(SMALL_ENCODER), *options]) == 0
     assert main(["memory", str(SMALL_ENCODER), *options, "--expert", "a", "--expert", "b"]) == 0

@@ -15,14 +15,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode  # where PyTorch's documentation imports it from
 from torch.utils._python_dispatch import TorchDispatchMode  # likewise
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mote.checkpoints.reading import is_mote, mote_class, open_checkpoint
 from mote.checkpoints.tensors import token_routing
 from mote.remote.configuration_mote import MoTEConfig
 from mote.reporting import Report, table
-
-Sharding = Literal["ddp", "fsdp2"]
 
 # Dropout of attention probabilities, which GPUs do not keep, in configs.
 ATTENTION_DROPOUT = ("attention_probs_dropout_prob", "attention_dropout", "attention_probs_dropout")
@@ -30,13 +27,12 @@ ATTENTION_DROPOUT = ("attention_probs_dropout_prob", "attention_dropout", "atten
 
 @dataclass(frozen=True, repr=False)
 class MemoryEstimate(Report):
-    """Memory of a training step on one device, in bytes.
+    """Memory of a training step, in bytes.
 
     Attributes:
         weights: Weights of all experts.
         gradients: Gradients of all weights. An expert that a step does not use has none in that step.
         optimizer: AdamW's two moments and its step counters.
-        communication: DDP's buckets; under FSDP2, the weights that are gathered at a time.
         activations: Peak of the forward and backward pass of one mini-batch, on top of all of the above.
         loss: Embeddings of the batch and their gradients, and one chunk of logits.
     """
@@ -44,7 +40,6 @@ class MemoryEstimate(Report):
     weights: int
     gradients: int
     optimizer: int
-    communication: int
     activations: int
     loss: int
 
@@ -67,47 +62,36 @@ def estimate_memory(
     columns: int = 2,
     gradient_checkpointing: bool = False,
     precision: Literal["fp32", "bf16"] = "fp32",
-    processes: int = 1,
-    sharding: Sharding = "ddp",
 ) -> MemoryEstimate:
-    """Estimate the memory of a step of contrastive training with AdamW, on each GPU. Weights are in float32.
+    """Estimate the memory of a step of contrastive training with AdamW on one GPU. Weights are in float32.
 
     The memory of kernels and allocators is not included: add the CUDA context (about half a GiB) and room for
     fragmentation. Dropout masks are counted in the type of the activations, though GPUs store one byte per element.
 
     Args:
         model: A MoTE or a dense model, or its config.
-        batch_size: Rows per step, over all processes.
+        batch_size: Rows per step.
         length: Tokens per text.
         mini_batch_size: Rows per forward pass, with gradient caching. Default: no caching.
         columns: Texts per row: 2 for pairs, 3 with a hard negative.
         gradient_checkpointing: Whether activations within a block are recomputed.
         precision: Precision; `"bf16"` is autocast.
-        processes: Number of GPUs. Embeddings are gathered across them.
-        sharding: `"ddp"` (every GPU has everything) or `"fsdp2"` (weights, gradients and optimizer sharded).
 
     Raises:
-        ValueError: If the processes cannot share the batch evenly, or experts are token-routed.
+        ValueError: If experts are token-routed.
     """
     config: Any = model.config if isinstance(model, PreTrainedModel) else model
     if token_routing(config) is not None:
         raise ValueError("The memory of a token-routed model depends on where the tokens go, and cannot be estimated")
-    if batch_size % processes:
-        raise ValueError(f"batch_size {batch_size} cannot be divided evenly among {processes} processes")
-    chunk = min(mini_batch_size or batch_size, batch_size // processes)
+    chunk = min(mini_batch_size or batch_size, batch_size)
     empty = empty_model(config, gradient_checkpointing)
     parameters = [*empty.parameters()]
     weights = sum(parameter.nbytes for parameter in parameters)
-    sharded = processes if sharding == "fsdp2" else 1
-    communication = 0
-    if processes > 1:
-        communication = weights if sharding == "ddp" else _gathered(empty) // (2 if precision == "bf16" else 1)
     documents, embedding = batch_size * (columns - 1), 4 * empty.config.hidden_size
     return MemoryEstimate(
-        weights=weights // sharded,
-        gradients=weights // sharded,
-        optimizer=(2 * weights + 4 * len(parameters)) // sharded,
-        communication=communication,
+        weights=weights,
+        gradients=weights,
+        optimizer=2 * weights + 4 * len(parameters),
         activations=measure_activations(empty, chunk, length, columns if mini_batch_size is None else 1, precision),
         # Logits with probabilities and gradient; documents normalized and joined, and all embeddings, with gradients.
         loss=12 * chunk * documents + 8 * documents * embedding + 2 * batch_size * columns * embedding,
@@ -127,13 +111,6 @@ def config_of(src: str, revision: str | None = None, experts: list[str] | None =
     if is_mote(config):
         raise ValueError(f"{src} is already a MoTE: remove `--expert`")
     return MoTEConfig(backbone_config=config, experts=experts)
-
-
-def _gathered(model: PreTrainedModel) -> int:
-    """Count what FSDP2 gathers at a time: two blocks, and all outside of them."""
-    blocks = getattr(model, "blocks", None) or [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    sizes = [sum(weight.nbytes for weight in block.parameters()) for block in blocks]
-    return sum(weight.nbytes for weight in model.parameters()) - sum(sizes) + 2 * max(sizes)
 
 
 def empty_model(config: Any, gradient_checkpointing: bool = False) -> PreTrainedModel:
