@@ -24,11 +24,6 @@ def with_deepspeed() -> bool:
     return bool(parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"))
 
 
-def deepspeed_stage() -> int:
-    """Return the stage of DeepSpeed's ZeRO that `accelerate launch` was configured for."""
-    return int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
-
-
 def with_fsdp() -> bool:
     """Whether `accelerate launch` was configured for FSDP."""
     return bool(parse_flag_from_env("ACCELERATE_USE_FSDP"))

@@ -40,13 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class Run(ABC):
-    """The run of a recipe.
-
-    Args:
-        recipe: A recipe, a recipe file, or the name of a shipped recipe.
-        overrides: `key=value` pairs that override settings of the recipe.
-        overwrite: Discard a finished or interrupted run and start over; its model is kept until the new one replaces
-            it.
+    """The run of a recipe; arguments as in `mote.train`.
 
     Attributes:
         recipe: The recipe.
@@ -92,15 +86,7 @@ class Run(ABC):
         return f"{as_yaml(self.recipe)}\n{self._describe_data()}"
 
     def run(self) -> Path:
-        """Run to the end, and return the folder of the model; all processes call this together.
-
-        Raises:
-            FileNotFoundError: If source or data do not exist.
-            FileExistsError: If the run has finished already, or its folder holds something else.
-            BlockingIOError: If another process is running in the folder.
-            ValueError: If a setting, the data, or a checkpoint is invalid; `NonFiniteError` if training diverges.
-            OSError: If the disk is full or read-only.
-        """
+        """Run to the end, and return the folder of the model; all processes call this together."""
         state = processes()
         with self.folder.lock() if state.is_main_process else contextlib.nullcontext():
             self.prepare()
@@ -142,12 +128,7 @@ class Run(ABC):
         return self
 
     def train(self) -> None:
-        """Train to the end.
-
-        Raises:
-            NonFiniteError: If the loss, a gradient or a weight becomes non-finite.
-            OSError: If a checkpoint cannot be written.
-        """
+        """Train to the end; errors say from which checkpoint the run resumes."""
         try:
             self.trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
         except KeyboardInterrupt:
@@ -237,7 +218,7 @@ class Run(ABC):
 
         Args:
             details: Details of the run for `mote.json`, beside those of every run.
-            scores: Names and scores on held-out texts before and after, for the summary.
+            scores: Names and scores on held-out texts before and after.
             made: How the model was made, for the cards: "trained from".
             card: Values for the card's section on training, beside the record of the run.
             **others: Attributes of `Repository`.

@@ -31,10 +31,8 @@ from mote.training.losses import INFO_NCE, LoadBalancedLoss, build_loss, check_l
 from mote.training.model import build_model
 from mote.training.names import SHARED, encodings, names_of
 from mote.training.processes import (
-    deepspeed_stage,
     processes,
     replicated,
-    with_deepspeed,
     with_fsdp,
 )
 from mote.training.progress import (
@@ -187,11 +185,6 @@ class TrainingRun(Run):
 
     def _check_processes(self, training_set: TrainingSet, is_cached: bool) -> None:
         """Check that several processes can train on a training set together."""
-        if with_deepspeed() and deepspeed_stage() >= 2 and is_cached:
-            raise ValueError(
-                "DeepSpeed's stages from 2 allow one backward pass per step, but gradient caching needs several: set "
-                "training.mini_batch_size=null, or use stage 1, DDP or FSDP2"
-            )
         experts = (
             {self.names.expert_of(task) for task in training_set.tasks} if self.recipe.model.kind == "mote" else ()
         )
