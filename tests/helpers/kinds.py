@@ -76,7 +76,7 @@ LOW_RANK, EIGHT_BITS = (
         lambda *args, way=way, **settings: compress(fresh_mote(*args, **settings), **way),
         lambda *args, way=way, **settings: compress(trained_mote(*args, **settings), **way),
         MOTE.tasks,
-        [family(name) for name in FAMILIES],
+        [family(one, default=one in ("bert", "nomic_bert")) for one in FAMILIES],
         tolerance=2e-6,
         is_trained=name == "low rank",
     )

@@ -121,15 +121,6 @@ def test_a_card_of_ones_own_class_is_left_alone(source: Path) -> None:
     assert type(trusted(source).model_card_data).__name__ == "MoTECardData"
 
 
-@pytest.mark.parametrize("card", [None, "no head", "---\nlicense: [mit\n---\n"])
-def test_a_card_that_cannot_be_read(card: str | None, source: Path, tmp_path: Path) -> None:
-    (source / "README.md").unlink() if card is None else (source / "README.md").write_text(card)
-    model = trusted(source)
-    assert model.model_card_data.base_model is None
-    model.save_pretrained(str(tmp_path / "saved"))
-    assert (tmp_path / "saved" / "README.md").exists()
-
-
 PUSH = f"""
 {STRANGER}
 import torch

@@ -81,14 +81,6 @@ def test_any_number_of_experts_share_one_graph() -> None:
     assert counter.frame_count == 1
 
 
-def test_layers_that_stay_dense_are_compiled_too() -> None:
-    model, compiled, counter = compiled_model("bert", mote_layers=[1])
-    for task in TASKS:
-        for length in LENGTHS:
-            check(compiled, model, 3, length, task)
-    assert counter.frame_count == 2  # with the hook that keeps the expert's name from the layer, and without
-
-
 def test_mixed_batches_leave_a_model_compiled_as_a_whole_as_it_is() -> None:
     model, counter = trained_mote("bert", experts=TASKS), CompileCounter()
     compiled = torch.compile(model, dynamic=True, backend=counter)

@@ -14,7 +14,7 @@ import transformers
 from helpers.checkpoints import trusted
 from helpers.families import assert_near, difference
 from helpers.paths import SMALL_ENCODER
-from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SparseEncoder, evaluation, util
+from sentence_transformers import SentenceTransformer, evaluation, util
 from sentence_transformers.sentence_transformer import losses
 from transformers import pipeline
 
@@ -153,14 +153,3 @@ def test_other_backends(trained_folder: Path, backend: Any) -> None:
     command = f"`mote export MODEL --expert NAME --backend {backend} --out DIR`"
     with pytest.raises(ValueError, match=f"A MoTE runs on torch alone. For backend='{backend}', .*: {command}"):
         trusted(trained_folder, backend=backend)
-
-
-@pytest.mark.parametrize("kind", [SparseEncoder, MultiVectorEncoder])
-def test_encoders_of_other_kinds_route_as_well(trained_folder: Path, model: Any, kind: Any) -> None:
-    """They put a new layer on top, as on the dense model; it takes what the expert gives."""
-    other = kind(str(trained_folder), trust_remote_code=True)
-    seen = []
-    other[0].register_forward_hook(lambda *args: seen.append(args[-1]["token_embeddings"]))
-    other.encode(TEXTS[:1], prompt_name="clustering")
-    tokens = model.encode(TEXTS[:1], prompt_name="clustering", output_value="token_embeddings")[0]
-    assert difference(seen[0][0], tokens.cpu()) <= 1e-5
