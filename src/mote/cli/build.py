@@ -10,7 +10,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from cyclopts import CycloptsError, Parameter, Token
-from pydantic import ValidationError
+from pydantic import SkipValidation, ValidationError
 
 import mote
 from mote.checkpoints.options import WriteOptions
@@ -164,6 +164,9 @@ def _option(name: str, annotation: Any, default: Any, text: str) -> inspect.Para
     if get_origin(kind) is list and not flag.endswith("us"):
         flag = flag.removesuffix("s")
     shown = isinstance(default, str | int | float) and not isinstance(default, bool)
+    if "converter" in more:
+        # The kind says how words are read; cyclopts would compare what they become with it.
+        kind = Annotated.__class_getitem__((kind, SkipValidation()))  # type: ignore[attr-defined]
     if default is not REQUIRED:
         # What a library takes for an empty list or None is not shown, nor are flags.
         default = default if shown or kind is bool else None
