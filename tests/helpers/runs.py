@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,20 @@ def built_loss(
 def command(*arguments: str) -> list[str]:
     """The command line of a run in a process of its own."""
     return [sys.executable, "-m", "mote", "train", *arguments]
+
+
+def launcher(processes: int) -> list[str]:
+    """The start of the command line of a program in several processes, as `accelerate launch` starts them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc_per_node={processes}",
+        f"--master_port={port}",
+    ]
 
 
 def environment(tmp_path: Path) -> dict[str, str]:

@@ -1,0 +1,86 @@
+"""The objectives of pre-training: losses, the decoder, and whose weights they train."""
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.families import dense_model
+from transformers import AutoModelForMaskedLM
+
+from mote.remote.configuration_mote import MoTEConfig
+from mote.remote.masked_lm_mote import MoTEForMaskedLM
+from mote.training.objectives import Decoder, Pretraining
+from mote.training.pretraining_recipe import DecoderSettings
+
+
+def masked_lm(family: str = "bert", **config: Any) -> MoTEForMaskedLM:
+    """A MoTE with a head; without dropout."""
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0} if family == "bert" else {}
+    native = AutoModelForMaskedLM.from_config(dense_model(family, **still).config)
+    return MoTEForMaskedLM(MoTEConfig(backbone_config=native.config, pooling="cls", **config), native)
+
+
+def test_an_autoregressive_decoder_sees_the_vector_and_a_window() -> None:
+    backbone = dense_model("bert").config
+    decoder = Decoder(backbone, DecoderSettings(kind="autoregressive", layers=1, attention_window=3)).eval()
+    hidden = torch.randn(1, 8, backbone.hidden_size, requires_grad=True)
+    decoded = decoder(hidden, torch.ones(1, 8, dtype=torch.long))
+    for position in range(8):
+        (gradient,) = torch.autograd.grad(decoded[0, position, 0], hidden, retain_graph=True)
+        seen = (gradient[0].abs().sum(-1) > 1e-9).nonzero().flatten().tolist()
+        assert seen == sorted({0, *range(max(0, position - 2), position + 1)})
+
+
+@pytest.mark.parametrize("vector", ["dense", "sparse"])
+def test_the_decoder_trains_the_encoder_through_the_vector(vector: Any) -> None:
+    torch.manual_seed(0)
+    model = Pretraining(masked_lm(experts=["a", "b"]), DecoderSettings(vector=vector, layers=1))
+    ids = torch.randint(5, 50, (4, 6))
+    labels = torch.full_like(ids, -100)
+    labels[:, 2] = ids[:, 2]
+    out = model(ids, torch.ones_like(ids), labels, None, torch.tensor([1, 1, 1, 1]), ids, torch.ones_like(ids), labels)
+    out.decoder_loss.backward()
+    trained = {name for name, weight in model.model.named_parameters() if weight.grad is not None and weight.grad.any()}
+    blocks = {name for name, _ in model.model.named_parameters() if ".layer." in name}
+    key_bias = {name for name in blocks if name.endswith("key.bias")}  # changes nothing
+    assert {name for name in blocks if ".experts.a." not in name} - key_bias <= trained
+    assert not {name for name in trained if ".experts.a." in name}
+    assert out.loss.item() == pytest.approx(out.encoder_loss.item() + out.decoder_loss.item())
+
+
+def test_a_batch_without_masked_tokens() -> None:
+    """As the last batch of an epoch, of a single short text, may be: its loss is 0, not the mean over nothing."""
+    model = Pretraining(masked_lm(experts=["a", "b"]))
+    ids = torch.randint(5, 50, (2, 4))
+    output = model(ids, torch.ones_like(ids), torch.full_like(ids, -100), None, torch.tensor([0, 1]))
+    output.loss.backward()
+    assert output.loss.item() == 0
+    assert not any(weight.grad.any() for weight in model.parameters() if weight.grad is not None)
+
+
+def test_the_same_passes_give_the_same_losses_and_gradients() -> None:
+    """Through every expert, also `b`, which has no text here, and whose weights get a gradient of zeros."""
+    torch.manual_seed(0)
+    model = masked_lm(experts=["a", "b", "c"], tasks={"d": "a"})
+    ids, mask = torch.randint(5, 50, (5, 6)), torch.ones(5, 6, dtype=torch.long)
+    labels = torch.where(torch.rand(5, 6) < 0.4, ids, -100)
+    tasks = torch.tensor([list(model.config.tasks).index(task) for task in "cadca"])
+    gradients = []
+    for same_passes in (False, True):
+        trained = Pretraining(model, DecoderSettings(layers=1), same_passes=same_passes)
+        torch.manual_seed(1)
+        for weight in trained.decoder.parameters() if trained.decoder else ():
+            torch.nn.init.normal_(weight, std=0.1)
+        model.zero_grad()
+        loss = trained(ids, mask, labels, None, tasks, ids, mask, labels).loss
+        loss.backward()
+        gradients.append({name: weight.grad for name, weight in model.named_parameters()} | {"loss": loss.detach()})
+    one, two = gradients
+    assert {name for name in one if ".experts.b." in name} == {name for name in one if one[name] is None}
+    for name, gradient in two.items():
+        torch.testing.assert_close(gradient, torch.zeros_like(gradient) if one[name] is None else one[name])
+
+
+def test_a_decoder_needs_absolute_positions() -> None:
+    with pytest.raises(ValueError, match=r"cot-mae needs embeddings with absolute positions.*'modernbert' does not"):
+        Pretraining(masked_lm("modernbert"), DecoderSettings())
