@@ -17,7 +17,6 @@ import mote
 from mote import experts, transform, upcycle, write_card
 from mote.checkpoints import cards
 from mote.checkpoints.reading import open_checkpoint, open_dense, open_mote
-from mote.checkpoints.tensors import experts_are_copies
 from mote.cli import main
 from mote.remote.modeling_mote import MoTEModel
 
@@ -64,6 +63,8 @@ def test_the_model_card(upcycled: Path) -> None:
     assert card.text.count("\n| `") == 9
     assert len(python_blocks(card.text)) == 3
     assert "mote upcycle --src tiny --out tiny-mote" in card.text
+    assert "`mote export` makes dense models" in card.text
+    assert "`mote` is the command, and the module, of the Python package `mote-embeddings`." in card.text
     assert not re.search(r"[{}]{2}|[{]%", card.text)  # nothing of the template
 
 
@@ -100,20 +101,12 @@ def test_what_the_card_and_the_command_say_runs(
 
 
 @pytest.mark.parametrize(
-    "content",
-    [b"---\nlicense: [mit\nx: : y\n---\n", b"---\nlicense: mit\n---\n\xff\xfe", b"---\n- a list\n---\n", b"no head"],
-)
-def test_a_source_whose_own_card_cannot_be_read(content: bytes, tmp_path: Path) -> None:
-    source = dense_checkpoint(tmp_path / "source")
-    (source / "README.md").write_bytes(content)
-    card = ModelCard.load(upcycle(str(source), tmp_path / "out") / "README.md")
-    assert card.data.license is None
-
-
-@pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, "Each block has one attention for all tasks and one feed-forward expert per task; a"),
+        (
+            {"pooling": "self_attention"},
+            "Each block has one attention for all tasks and one feed-forward expert per task; a",
+        ),
         (
             {"layers": "every_other"},
             "Each block has one attention for all tasks, and 1 of the 2 blocks has one feed-forward expert per task; a",
@@ -131,31 +124,30 @@ def test_which_blocks_have_experts_and_what_these_share(
     folder = upcycle(str(dense), tmp_path / "out", **settings)
     card = (folder / "README.md").read_text()
     assert f" {expected} whole sequence goes through the expert of its task. So a text" in " ".join(card.split())
+    assert ("mote export" in card) == ("pooling" not in settings)
     assert write_card(folder) == card
 
 
-def test_a_card_says_what_is_possible_and_what_is_needed(upcycled: Path, dense: Path, tmp_path: Path) -> None:
-    card = (upcycled / "README.md").read_text()
-    assert "`mote export` makes dense models" in card
-    assert "`mote` is the command, and the module, of the Python package `mote-embeddings`." in card
-    folder = upcycle(str(dense), tmp_path / "out", pooling="self_attention")
-    assert "mote export" not in (folder / "README.md").read_text()
-
-
-def test_the_base_model_of_a_local_source_is_the_one_that_its_own_card_names(tmp_path: Path) -> None:
-    source = dense_checkpoint(tmp_path / "source")
-    for named, expected in (("you/base", "you/base"), ("[you/base, a-folder]", ["you/base"]), ("a-folder", None)):
-        (source / "README.md").write_text(f"---\nbase_model: {named}\n---\n# Source\n")
-        data = cards.card_data(open_dense(str(source)), "finetune")
-        assert (data.base_model, data.base_model_relation) == (expected, "finetune" if expected else None)
-
-
-def test_licence_and_language_of_the_source(tmp_path: Path) -> None:
-    source = dense_checkpoint(tmp_path / "source")
-    (source / "README.md").write_text("---\nlicense: apache-2.0\nlanguage: [de, no]\ntags: [x]\n---\n# Source\n")
-    card = ModelCard.load(upcycle(str(source), tmp_path / "out") / "README.md")
-    assert (card.data.license, card.data.language) == ("apache-2.0", ["de", "no"])  # YAML reads `no` as false
-    assert "x" not in card.data.tags
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"---\nbase_model: you/base\n---\n# Source\n", ("you/base", None, None)),
+        (b"---\nbase_model: [you/base, a-folder]\n---\n# Source\n", (["you/base"], None, None)),
+        (b"---\nbase_model: a-folder\n---\n# Source\n", (None, None, None)),
+        (b"---\nlicense: mit\nlanguage: [de, no]\ntags: [x]\n---\n", (None, "mit", ["de", "no"])),  # in YAML, false
+        (b"---\nlicense: [mit\nx: : y\n---\n", (None, None, None)),
+        (b"---\nlicense: mit\n---\n\xff\xfe", (None, None, None)),
+        (b"---\n- a list\n---\n", (None, None, None)),
+        (b"no head", (None, None, None)),
+    ],
+)
+def test_metadata_of_a_source(content: bytes, expected: tuple[Any, ...], tmp_path: Path) -> None:
+    source = dense_checkpoint(tmp_path / "source", tokenizer=False)
+    (source / "README.md").write_bytes(content)
+    data = cards.card_data(open_dense(str(source)), "finetune")
+    assert (data.base_model, data.license, data.language) == expected
+    assert data.base_model_relation == ("finetune" if expected[0] else None)
+    assert "x" not in data.tags
 
 
 @pytest.mark.parametrize(
@@ -261,10 +253,6 @@ model = SentenceTransformer("sentence_transformers_model_id")
 """
 
 
-def are_copies(folder: Path) -> bool:
-    return experts_are_copies([*folder.glob("*.safetensors")], open_mote(str(folder)).config)
-
-
 def without_record(card: str) -> str:
     return card.split("## How it was made")[0]
 
@@ -274,16 +262,11 @@ def folder(trained: Path, tmp_path: Path) -> Path:
     return shutil.copytree(trained, tmp_path / "my-mote")
 
 
-def test_a_card_of_ours_is_written_the_same(upcycled: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(upcycled, tmp_path / "tiny-mote")
-    before = (folder / "README.md").read_text()
-    assert write_card(folder) == before == (folder / "README.md").read_text()
-
-
 def test_text_outside_of_our_regions_stays_where_it_is(upcycled: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(upcycled, tmp_path / "tiny-mote")
     readme = folder / "README.md"
     card = readme.read_text()
+    assert write_card(folder) == card == readme.read_text()
     edited = card.replace("<!-- mote:about", "First.\n\n<!-- mote:about", 1)
     edited = edited.replace("<!-- mote:usage", "## Mine\n\n```\n## Use\n```\n\n<!-- mote:usage", 1) + "\nLast.\n"
     readme.write_text(edited.replace("## Tasks\n", "## Tasks\n\nReplaced.\n", 1))
@@ -318,25 +301,19 @@ def test_what_the_trainer_wrote_is_kept(folder: Path) -> None:
     ModelCard(card, ignore_metadata_errors=False)
 
 
-def test_not_trained_yet_goes_once_the_experts_differ(upcycled: Path, folder: Path) -> None:
-    assert "Not trained yet" in (folder / "README.md").read_text()
-    card = write_card(folder)
-    assert "Not trained yet" not in card
-    assert "identical copies" not in card
-    assert are_copies(upcycled)
-    assert not are_copies(folder)
-
-
-@pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize("size", ["5GB", "20KB"])
-def test_one_weight_of_one_expert_is_enough(layer: int, size: str, upcycled: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layer", "size"), [(0, "5GB"), (1, "20KB")])
+def test_not_trained_yet_until_one_weight_of_one_expert_differs(
+    layer: int, size: str, upcycled: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(upcycled, tmp_path / "tiny-mote", ignore=shutil.ignore_patterns("model*"))
     model = MoTEModel.from_pretrained(upcycled)
-    model.save_pretrained(tmp_path / "equal", max_shard_size=size)
-    assert are_copies(tmp_path / "equal")
+    model.save_pretrained(folder, max_shard_size=size)
+    assert "Not trained yet" in write_card(folder)
     with torch.no_grad():
         next(reversed(list(model.blocks[layer].experts["search_document"].parameters()))).add_(1e-3)
-    model.save_pretrained(tmp_path / "different", max_shard_size=size)
-    assert not are_copies(tmp_path / "different")
+    model.save_pretrained(folder, max_shard_size=size)
+    assert "Not trained yet" not in write_card(folder)
+    assert "identical copies" not in write_card(folder)
 
 
 def test_a_token_routed_model(dense: Path, tmp_path: Path) -> None:
@@ -378,26 +355,21 @@ def test_a_dense_model(average: bool, folder: Path, tmp_path: Path) -> None:
     assert "`mote` is the command of the Python package `mote-embeddings`:" in " ".join(card.split())
 
 
-def test_a_base_model_is_an_id_on_the_hub(folder: Path) -> None:
-    assert "base_model" not in write_card(folder)
-    assert metadata_load(folder / "README.md").get("base_model") is None
-    write_card(folder, base_model="you/base")
-    write_card(folder)
-    assert metadata_load(folder / "README.md")["base_model"] == "you/base"
-    assert metadata_load(folder / "README.md")["base_model_relation"] == "finetune"
-
-
 def test_the_base_model_is_the_nearest_one_on_the_hub(folder: Path) -> None:
+    assert "base_model" not in write_card(folder)
     record = json.loads((folder / "mote.json").read_text())
     local, on_hub = record["steps"][0]["sources"][0], {"name": "you/base", "revision": "1" * 40}
     record["steps"] = [
         {"step": "upcycle", "sources": [{"name": "you/first", "revision": "1" * 40}]},
-        {"step": "add", "sources": [on_hub]},
+        {"step": "train", "sources": [on_hub], "made": "trained from", "recipe": "short"},
         {"step": "rename", "sources": [local]},
     ]
     (folder / "mote.json").write_text(json.dumps(record))
-    write_card(folder)
-    assert metadata_load(folder / "README.md")["base_model"] == "you/base"
+    for given, expected in ((None, "you/base"), ("you/other", "you/other"), (None, "you/other")):
+        lead = " ".join(write_card(folder, base_model=given).split())
+        data = metadata_load(folder / "README.md")
+        assert (data["base_model"], data["base_model_relation"]) == (expected, "finetune")
+        assert "trained by the recipe `short` from [you/base](https://huggingface.co/you/base)." in lead
 
 
 def test_without_a_card_and_without_a_record(folder: Path, dense: Path, tmp_path: Path) -> None:
@@ -455,13 +427,3 @@ def test_metadata_that_cannot_be_read_are_not_lost(damaged: bytes, folder: Path)
         mote.configure(folder, default_task="clustering")
     assert (folder / "README.md").read_bytes() == damaged
     assert open_mote(str(folder)).config.default_task is None
-
-
-def test_the_recipe_that_trained_it_is_named(folder: Path) -> None:
-    record = json.loads((folder / "mote.json").read_text())
-    source = {"name": "you/base", "revision": "1" * 40}
-    record["steps"].append({"step": "train", "sources": [source], "made": "trained from", "recipe": "short"})
-    (folder / "mote.json").write_text(json.dumps(record))
-    for _ in range(2):
-        lead = " ".join(write_card(folder).split())
-        assert "trained by the recipe `short` from [you/base](https://huggingface.co/you/base)." in lead

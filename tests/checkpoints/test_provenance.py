@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,16 +22,15 @@ from mote.checkpoints.provenance import (
 
 
 def test_steps_are_written_and_read(tmp_path: Path) -> None:
-    first = new_step("upcycle", command="mote upcycle", sources=[{"name": "tiny"}], settings={"experts": ["a"]})
-    second = new_step("rename", sources=[{"name": "m"}], parameters=7)
+    steps = [
+        new_step("upcycle", settings={"experts": ["a"]}),
+        new_step("rename", sources=[{"name": "m"}], parameters=7),
+    ]
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling" / "config.json").write_text("{}")
-    write_steps([first, second], tmp_path)
-    assert read_steps(tmp_path) == [first, second]
+    write_steps(steps, tmp_path)
+    assert read_steps(tmp_path) == steps
     assert recorded_files(tmp_path) == ["1_Pooling/config.json", "mote.json"]
-    assert (second["parameters"], first["settings"]) == (7, {"experts": ["a"]})
-    assert set(first["versions"]) == {"python", "mote-embeddings", "torch", "transformers", "sentence-transformers"}
-    assert datetime.fromisoformat(first["date"]).tzinfo is not None
     assert read_steps(tmp_path / "1_Pooling") == []
 
 
@@ -40,7 +38,6 @@ def test_steps_are_written_and_read(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("{", "is not valid JSON"),
-        ("[]", "must hold a dict"),
         ("{}", "has format None; this version of mote reads 1: update mote"),
         ('{"format": 2, "steps": "in another way"}', "has format 2; this version of mote reads 1: update mote"),
     ],
@@ -72,24 +69,12 @@ def test_command_lines() -> None:
 def test_values_for_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a").mkdir()
-    artefact = SimpleNamespace(public_name="user/legal")
-    assert plain(
-        {"start": artefact, "path": tmp_path / "a", "text": "../" + tmp_path.name + "/a", "dtype": torch.int8}
-    ) == {
-        "start": "user/legal",
-        "path": "a",
-        "text": "a",
-        "dtype": "torch.int8",
-    }
-    assert plain(["query/", "/not here", "a" * 5000, 1.5, None, True]) == [
-        "query/",
-        "/not here",
-        "a" * 5000,
-        1.5,
-        None,
-        True,
-    ]
-    assert plain({"weights": {"layer.weight": torch.ones(2)}}) == {"weights": "weights"}
+    values = {"start": SimpleNamespace(public_name="user/legal"), "path": tmp_path / "a", "dtype": torch.int8}
+    values |= {"text": f"../{tmp_path.name}/a", "weights": {"layer.weight": torch.ones(2)}}
+    expected = {"start": "user/legal", "path": "a", "dtype": "torch.int8", "text": "a", "weights": "weights"}
+    assert plain(values) == expected
+    unchanged = ["query/", "/not here", "a" * 5000, 1.5, None, True]
+    assert plain(unchanged) == unchanged
     json.dumps(plain({"any": object(), "of": {1: {2, 3}}}))
 
 

@@ -1,7 +1,6 @@
 """Atomic folders: several writers, leftovers of killed ones, files of others."""
 
 import errno
-import json
 import os
 import shutil
 import stat
@@ -33,8 +32,7 @@ def write(folder: Path, text: str, *names: str) -> None:
 # Several writers -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("writers", [2, 5])
+@pytest.mark.parametrize(("writers", "overwrite"), [(2, True), (5, False)])
 def test_threads_that_write_to_one_place(writers: int, overwrite: bool, tmp_path: Path) -> None:
     out = tmp_path / "out"
     for round_ in range(10):
@@ -222,36 +220,22 @@ def clone(tmp_path: Path) -> Path:
     return out
 
 
-def test_files_of_others_are_kept(clone: Path) -> None:
-    with ModelStaging(clone, overwrite=True) as folder:
-        write(folder, "new", "README.md")
-    kept = {".git/HEAD", ".git/objects/12/34", "diary.txt", "plots/a.png", "link"}
-    assert files_in(clone) == {"model.safetensors", "README.md", "mote.json", *kept}
-    assert (clone / ".git" / "refs").is_dir()
-    assert (clone / "link").is_symlink()
-    assert (clone / "model.safetensors").read_text() == "new"
-    assert {(clone / name).read_text() for name in kept} == {"mine"}
-
-
-def test_a_change_in_place_keeps_all_but_weights_and_code(clone: Path) -> None:
-    with ModelStaging(clone, overwrite=True, in_place=True) as folder:
-        write(folder, "new", "vocab.txt")
-    assert {"2_Dense/config.json", "recipe.yaml", "diary.txt", "link"} <= files_in(clone)
-    assert not {"model-00001-of-00002.safetensors", "old_mote.py"} & files_in(clone)
-    assert (clone / "vocab.txt").read_text() == "new"
-
-
 @pytest.mark.parametrize("in_place", [False, True])
-def test_files_named_like_those_of_a_model_are_kept(in_place: bool, clone: Path) -> None:
-    names = ("model_before_training.safetensors", "my_mote.py", "2024_results/scores.csv", "onnx/notes.txt")
+def test_files_of_others_are_kept(in_place: bool, clone: Path) -> None:
+    """Also those named like a model's; a change in place keeps all but weights and code."""
+    names = {"model_before_training.safetensors", "my_mote.py", "2024_results/scores.csv", "onnx/notes.txt"}
     for name in names:
         (clone / name).parent.mkdir(exist_ok=True)
         (clone / name).write_text("mine")
     with ModelStaging(clone, overwrite=True, in_place=in_place) as folder:
-        write(folder, "new")
-    assert {(clone / name).read_text() for name in names} == {"mine"}
-    assert not {"model-00001-of-00002.safetensors", "old_mote.py"} & files_in(clone)
-    assert (clone / "onnx" / "model.onnx").exists() == in_place
+        write(folder, "new", "README.md", "vocab.txt")
+    kept = {".git/HEAD", ".git/objects/12/34", "diary.txt", "plots/a.png", "link", *names}
+    of_model = {"2_Dense/config.json", "recipe.yaml", "onnx/model.onnx"} if in_place else set()
+    assert files_in(clone) == {"model.safetensors", "README.md", "vocab.txt", "mote.json", *kept, *of_model}
+    assert (clone / ".git" / "refs").is_dir()
+    assert (clone / "link").is_symlink()
+    assert {(clone / name).read_text() for name in ("model.safetensors", "vocab.txt")} == {"new"}
+    assert {(clone / name).read_text() for name in kept} == {"mine"}
 
 
 def test_a_kill_loses_no_file_of_others(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,17 +246,10 @@ def test_a_kill_loses_no_file_of_others(clone: Path, monkeypatch: pytest.MonkeyP
     assert contents(clone) == before
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("config.json", {"model_type": "mote"}),
-        ("mote.json", {"format": 1, "steps": []}),
-        ("mote.json", {"format": 2, "steps": [{"step": "x"}]}),
-    ],
-)
-def test_a_folder_is_ours_by_what_its_marks_hold(name: str, content: object, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ['{"format": 1, "steps": []}', '{"format": 2, "steps": [{"step": "x"}]}'])
+def test_a_folder_is_ours_by_what_its_record_holds(content: str, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
-    (tmp_path / name).write_text(json.dumps(content))
+    (tmp_path / "mote.json").write_text(content)
     with pytest.raises(FileExistsError, match="holds something other than a MoTE"):
         refuse_occupied(tmp_path, overwrite=True)
 

@@ -72,10 +72,7 @@ def load_dense(
         ValueError: If the files are damaged, lack keys, or hold unknown ones.
     """
     read_on_meta(checkpoint.weights)  # its errors name the file
-    with quiet_transformers():
-        native = _native_class(checkpoint, with_head)
-        loaded = native.from_pretrained(checkpoint.folder, dtype=dtype, **_loading_arguments(checkpoint))
-    return _checked(checkpoint, *loaded)
+    return _loaded(checkpoint, with_head, checkpoint.folder, dtype=dtype)
 
 
 def dense_without_weights(
@@ -83,11 +80,7 @@ def dense_without_weights(
 ) -> tuple[PreTrainedModel, list[str]]:
     """Build what `load_dense` returns, after the same checks, on the meta device."""
     weights = read_on_meta(checkpoint.weights)
-    with quiet_transformers():
-        native = _native_class(checkpoint, with_head)
-        settings = {**_loading_arguments(checkpoint), "state_dict": weights, "device_map": "meta"}
-        loaded = native.from_pretrained(None, dtype=dtype, **settings)
-    return _checked(checkpoint, *loaded)
+    return _loaded(checkpoint, with_head, None, dtype=dtype, state_dict=weights, device_map="meta")
 
 
 def positions_of(checkpoint: Checkpoint) -> int | None:
@@ -98,20 +91,21 @@ def positions_of(checkpoint: Checkpoint) -> int | None:
         return learned_positions(new(config))
 
 
-def _native_class(checkpoint: Checkpoint, with_head: bool) -> Any:
-    if is_mote(checkpoint.config):
-        return mote_class(checkpoint.config.model_type, "model")
-    with torch.device("meta"):
-        return type((AutoModelForMaskedLM if with_head else AutoModel).from_config(checkpoint.config))
-
-
-def _loading_arguments(checkpoint: Checkpoint) -> dict[str, Any]:
-    return {
-        "config": checkpoint.config,
-        "key_mapping": checkpoint.key_mapping or None,
-        "ignore_mismatched_sizes": True,
-        "output_loading_info": True,
-    }
+def _loaded(
+    checkpoint: Checkpoint, with_head: bool, place: Path | None, **settings: Any
+) -> tuple[PreTrainedModel, list[str]]:
+    """Load by the native class, and check that all weights fit."""
+    config = checkpoint.config
+    settings |= {"config": config, "key_mapping": checkpoint.key_mapping or None}
+    settings |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # the check reports and names them
+    with quiet_transformers():
+        if is_mote(config):
+            native = mote_class(config.model_type, "model")
+        else:
+            with torch.device("meta"):
+                native = type((AutoModelForMaskedLM if with_head else AutoModel).from_config(config))
+        model, info = native.from_pretrained(place, **settings)
+    return _checked(checkpoint, model, info)
 
 
 def _checked(checkpoint: Checkpoint, model: PreTrainedModel, info: dict[str, Any]) -> tuple[PreTrainedModel, list[str]]:

@@ -59,7 +59,7 @@ def native_config(settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, .
     """Translate the original schema; two sizes come from the shapes of the tensors."""
     require_settings(settings, _REQUIRED, name)
     rows = {key.removeprefix("bert."): shape[0] for key, shape in shapes.items() if shape}
-    translated = translate(settings, name) | {
+    translated = translate(settings) | {
         "intermediate_size": rows.get("encoder.layers.0.mlp.fc11.weight"),  # the original rounds it up
         "vocab_size": rows.get("embeddings.word_embeddings.weight"),  # padded up to pad_vocab_size_multiple
     }
@@ -77,11 +77,8 @@ def require_settings(settings: Mapping[str, Any], required: Mapping[str, tuple[A
             raise ValueError(f"{name} has {key}={value!r}; MoTE can express {' or '.join(map(repr, allowed))} only")
 
 
-def translate(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+def translate(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Translate the settings that Nomic's dense and routed models share; sizes of tensors are not among them."""
-    lacking = {"n_layer", "n_head", "rotary_emb_base"} - settings.keys()
-    if lacking:  # whose defaults in transformers are others
-        raise ValueError(f"{name} is not in Nomic's published format: its config lacks {', '.join(sorted(lacking))}")
     translated = {new: settings[old] for old, new in _RENAMED.items() if settings.get(old) is not None}
     rope = {"rope_type": "default", "rope_theta": float(settings["rotary_emb_base"])}
     return {**translated, "rope_parameters": rope}

@@ -55,7 +55,7 @@ def native_config(settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, .
     nomic.require_settings(settings, _REQUIRED, name)
     every, layers = settings["moe_every_n_layers"], range(settings["n_layer"])
     routed = [index for index in layers if index % every == 1]
-    translated = nomic.translate(settings, name) | {
+    translated = nomic.translate(settings) | {
         "vocab_size": shapes["embeddings.word_embeddings.weight"][0],
         "intermediate_size": settings["n_inner"],
         "max_position_embeddings": min(settings.get("n_positions", MAX_SEQ_LENGTH), MAX_SEQ_LENGTH),
@@ -74,15 +74,13 @@ def native_config(settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, .
 
 
 def load(
-    config: TokenRoutedConfig, weights: Mapping[str, torch.Tensor], name: str, dtype: torch.dtype | str = "auto"
+    config: TokenRoutedConfig, weights: Mapping[str, torch.Tensor], dtype: torch.dtype | str = "auto"
 ) -> TokenRoutedModel:
     """Build the model from all of the original's weights; one that is missing, unknown or misshapen is an error."""
     converted: dict[str, torch.Tensor] = {}
     for key, tensor in weights.items():
-        parts = _parts(key, tensor, config)
-        if not parts:
-            raise ValueError(f"The weights of {name} hold {key}, which Nomic Embed v2 as published does not have")
-        converted |= {f"backbone.{ours}": part for ours, part in parts.items()}
+        # An unknown one keeps its name, by which the model refuses it.
+        converted |= {f"backbone.{ours}": part for ours, part in _parts(key, tensor, config).items()} or {key: tensor}
     loaded = TokenRoutedModel.from_pretrained(None, config=config, state_dict=converted, dtype=dtype)
     return loaded.eval()
 

@@ -30,10 +30,10 @@ def refuse_occupied(out: Path, overwrite: bool = False) -> None:
     """Raise `FileExistsError` if `out` is in use; `overwrite` allows a model or an expert of this package."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
-    if not overwrite:
-        raise FileExistsError(f"{out} is in use: choose another folder, or replace the model there with `--overwrite`")
-    if not (out.is_dir() and _is_ours(out)):
-        raise FileExistsError(f"{out} holds something other than a MoTE: it is not overwritten, choose another folder")
+    if not (overwrite and out.is_dir() and _is_ours(out)):
+        problem = "holds something other than a MoTE: it is not overwritten, choose another folder"
+        in_use = "is in use: choose another folder, or replace the model there with `--overwrite`"
+        raise FileExistsError(f"{out} {problem if overwrite else in_use}")
 
 
 def _is_ours(folder: Path) -> bool:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from mote.remote.modeling_mote import MoTEModel
     from mote.remote.token_routing_mote import TokenRoutedConfig
 
-DTYPES = ("float32", "float16", "bfloat16")  # in which models are loaded and written
-
 
 class WeightName(NamedTuple):
     """What the key of a weight in a MoTE's state dict stands for."""

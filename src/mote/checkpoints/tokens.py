@@ -72,9 +72,6 @@ def _ending_in(processor: dict[str, Any] | None, token: str, number: int) -> dic
     """Return a post-processor of the library `tokenizers` that adds a token; it cannot run two templates in a row."""
     steps = processor["processors"] if processor and processor["type"] == "Sequence" else [processor or _template()]
     if not any(step["type"] == "TemplateProcessing" for step in steps):
-        if any(step["type"] != "ByteLevel" for step in steps):  # those of BERT and RoBERTa add their own end token
-            kinds = ", ".join(step["type"] for step in steps)
-            raise ValueError(f"The tokenizer puts tokens around texts in a way ({kinds}) that excludes {token!r}")
         steps = [*steps, _template()]
     steps = [_with(step, token, number) if step["type"] == "TemplateProcessing" else step for step in steps]
     return steps[0] if len(steps) == 1 else {"type": "Sequence", "processors": steps}

@@ -106,7 +106,7 @@ def _model_and_its_writer(
         files = MappedFiles(plan.source.weights)
         with quiet_transformers():
             published = {key: files[key] for key in files.stored}
-            return nomic_moe.load(plan.config, published, plan.source.public_name, dtype), [], None  # type: ignore[arg-type]
+            return nomic_moe.load(plan.config, published, dtype), [], None  # type: ignore[arg-type]
     logger.info("Reading the source …")
     with_head = plan.with_head
     new_model = mote_class(plan.config.model_type, "masked_lm" if with_head else "model")
