@@ -74,7 +74,7 @@ def test_from_the_hub_to_the_hub_to_a_stranger(server: HubServer, tmp_path: Path
     commit = server.add_repo("nomic-ai/nomic-bert-2048", tmp_path / "nomic")
     server.add_repo("google-bert/bert-base-uncased", tiny_tokenizer(tmp_path / "tokenizer"))
     printed = upcycle(server, tmp_path, "--src", "nomic-ai/nomic-bert-2048", "--push")
-    assert 'AutoModel.from_pretrained("user/nomic-bert-2048-mote"' in printed
+    assert 'SentenceTransformer("user/nomic-bert-2048-mote"' in printed
 
     local = tmp_path / "home" / "nomic-bert-2048-mote"
     pushed = server.files("user/nomic-bert-2048-mote")

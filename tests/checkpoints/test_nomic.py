@@ -140,11 +140,6 @@ def test_what_the_published_format_cannot_express_is_refused(setting: str, value
         nomic.published_settings(config)
 
 
-def test_a_family_without_a_published_format() -> None:
-    with pytest.raises(ValueError, match="Unknown architecture with a published format of its own: 'bert'"):
-        export(trained_mote("bert"), "alpha", format="published")
-
-
 @pytest.mark.slow
 def test_the_fixture_comes_back(shared: Path, tmp_path: Path) -> None:
     source = shared / "fixtures" / "nomic-embed-original"

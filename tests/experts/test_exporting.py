@@ -171,7 +171,7 @@ def test_the_average_keeps_all_prompts(trained: Path, tmp_path: Path) -> None:
 def test_the_command(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(trained, tmp_path / "out") == 0
     printed = capsys.readouterr().out
-    assert f'Wrote {tmp_path / "out"}\nAutoModel.from_pretrained("{tmp_path / "out"}")' in printed
+    assert f'Wrote {tmp_path / "out"}\nSentenceTransformer("{tmp_path / "out"}")' in printed
     assert "load_exported" not in printed
     assert run(trained, tmp_path / "out", "--overwrite", expert="search_query") == 0
     assert read_steps(tmp_path / "out")[-1]["settings"] == {"name": "search_query"}

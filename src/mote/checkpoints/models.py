@@ -31,21 +31,9 @@ _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 # Heads of pre-training and fine-tuning, which a checkpoint may hold beside the encoder. They are dropped; any other
 # key that the encoder does not have is an error.
 HEADS = (
-    "cls",
-    "classifier",
-    "decoder",
-    "discriminator_predictions",
-    "generator_lm_head",
-    "generator_predictions",
-    "head",
-    "lm_head",
-    "pooler",
-    "pre_classifier",
-    "qa_outputs",
-    "score",
-    "vocab_layer_norm",
-    "vocab_projector",
-    "vocab_transform",
+    *("cls", "lm_head", "head", "decoder", "vocab_layer_norm", "vocab_projector", "vocab_transform"),
+    *("discriminator_predictions", "generator_lm_head", "generator_predictions"),
+    *("classifier", "pre_classifier", "pooler", "qa_outputs", "score"),
 )
 
 

@@ -18,30 +18,20 @@ from mote.remote.configuration_mote import MoTEConfig
 TOKEN_ROUTED = "mote_token_routed"
 ATTENTION_POOLING = "mote_attention_pooling"
 
-# model_type → this package's classes.
+# model_type → this package's classes: config, model and, if there is one, the model with a head.
 MOTE_CLASSES = {
-    "mote": {
-        "config": "configuration_mote.MoTEConfig",
-        "model": "modeling_mote.MoTEModel",
-        "masked_lm": "masked_lm_mote.MoTEForMaskedLM",
-    },
-    TOKEN_ROUTED: {
-        "config": "token_routing_mote.TokenRoutedConfig",
-        "model": "token_routing_mote.TokenRoutedModel",
-        "masked_lm": "token_routed_masked_lm_mote.TokenRoutedForMaskedLM",
-    },
-    "mote_compressed": {
-        "config": "compression_mote.CompressedConfig",
-        "model": "compression_mote.CompressedModel",
-    },
-    "mote_hierarchical": {
-        "config": "hierarchical_mote.HierarchicalMoTEConfig",
-        "model": "hierarchical_mote.HierarchicalMoTEModel",
-    },
-    ATTENTION_POOLING: {
-        "config": "attention_pooling_mote.AttentionPoolingConfig",
-        "model": "attention_pooling_mote.AttentionPoolingModel",
-    },
+    "mote": ("configuration_mote.MoTEConfig", "modeling_mote.MoTEModel", "masked_lm_mote.MoTEForMaskedLM"),
+    TOKEN_ROUTED: (
+        "token_routing_mote.TokenRoutedConfig",
+        "token_routing_mote.TokenRoutedModel",
+        "token_routed_masked_lm_mote.TokenRoutedForMaskedLM",
+    ),
+    "mote_compressed": ("compression_mote.CompressedConfig", "compression_mote.CompressedModel"),
+    "mote_hierarchical": ("hierarchical_mote.HierarchicalMoTEConfig", "hierarchical_mote.HierarchicalMoTEModel"),
+    ATTENTION_POOLING: (
+        "attention_pooling_mote.AttentionPoolingConfig",
+        "attention_pooling_mote.AttentionPoolingModel",
+    ),
 }
 
 FILES_BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "README.md", "[0-9]*_*/*"]
@@ -200,9 +190,10 @@ def has_head(config: PreTrainedConfig) -> bool:
 
 def mote_class(model_type: str, kind: Literal["config", "model", "masked_lm"]) -> Any:
     """Return this package's class for a `model_type`."""
-    if kind not in MOTE_CLASSES[model_type]:
+    classes = dict(zip(("config", "model", "masked_lm"), MOTE_CLASSES[model_type], strict=False))
+    if kind not in classes:
         raise ValueError(f"A {model_type!r} cannot have a head for masked language modelling: leave out `--with-head`")
-    module, _, name = MOTE_CLASSES[model_type][kind].partition(".")
+    module, _, name = classes[kind].partition(".")
     return getattr(import_module(f"mote.remote.{module}"), name)
 
 

@@ -16,7 +16,7 @@ from mote.checkpoints.models import quiet_transformers
 from mote.checkpoints.options import WriteOptions
 from mote.checkpoints.plain import write_plainly
 from mote.checkpoints.provenance import read_steps, recorded_files, write_steps
-from mote.checkpoints.reading import Checkpoint, MoTECheckpoint, has_head, is_mote, open_checkpoint
+from mote.checkpoints.reading import Checkpoint, MoTECheckpoint, is_mote, open_checkpoint
 from mote.checkpoints.sentence_transformers import max_seq_length, write_sentence_transformer
 from mote.checkpoints.st_settings import Pipeline, Retrieval, retrieval_in
 from mote.checkpoints.staging import ModelStaging, refuse_occupied, refuse_source
@@ -156,20 +156,12 @@ def _provenance_of(sources: Sequence[Any]) -> list[dict[str, Any]]:
     return [source.provenance() for source in sources]
 
 
-def how_to_load(path: str, config: Any, retrieval: Retrieval | None = None) -> str:
-    """Return lines of Python that use a model with Transformers (including its head) and Sentence-Transformers."""
-    if retrieval is not None and retrieval.kind != "dense":
+def how_to_load(path: str, config: Any, retrieval: Retrieval) -> str:
+    """Return a line of Python that embeds texts with Sentence-Transformers."""
+    if retrieval.kind != "dense":
         return f'SparseEncoder("{path}", trust_remote_code=True).encode_query(texts)  # or encode_document'
     if not is_mote(config):
-        return f'AutoModel.from_pretrained("{path}")\nSentenceTransformer("{path}").encode(texts)'
+        return f'SentenceTransformer("{path}").encode(texts)'
     task = "search_query" if "search_query" in config.available_tasks else config.available_experts[0]
     argument = "prompt_name" if config.instruction_of(task) else "task"  # an empty prompt selects no task
-    routed = f', task="{task}"' if config.routes_by_task else ""
-    if has_head(config):
-        head = f'AutoModelForMaskedLM.from_pretrained("{path}", trust_remote_code=True)(**batch{routed}).logits\n'
-    else:
-        head = ""
-    return head + (
-        f'AutoModel.from_pretrained("{path}", trust_remote_code=True)(**batch{routed}).pooler_output\n'
-        f'SentenceTransformer("{path}", trust_remote_code=True).encode(texts, {argument}="{task}")'
-    )
+    return f'SentenceTransformer("{path}", trust_remote_code=True).encode(texts, {argument}="{task}")'
