@@ -80,13 +80,14 @@ def test_equal_labels_of_two_datasets_are_two_groups(tmp_path: Path) -> None:
     losses = {"loss": "BatchAllTripletLoss"}
     rows = only(load(tmp_path, "classification/*", task="c", settings=losses)).rows
     assert rows.column_names == ["anchor", "label"]
-    assert rows["label"][:] == [0, 0, 1, 1]
+    first, second = text_id("classification/a\0x"), text_id("classification/b\0x")
+    assert rows["label"][:] == [first, first, second, second]
 
 
 def test_labels_may_be_numbers(tmp_path: Path) -> None:
     write(tmp_path, "classification/tiny", [{"text": f"t{i}", "label": i % 2} for i in range(4)])
     rows = only(load(tmp_path, "classification/tiny", task="c", settings={"loss": "BatchHardTripletLoss"})).rows
-    assert rows["label"][:] == [0, 1, 0, 1]
+    assert rows["label"][:] == [text_id(f"classification/tiny\0{number}") for number in (0, 1, 0, 1)]
 
 
 def test_a_training_set_of_one_group_is_refused(tmp_path: Path) -> None:
@@ -116,14 +117,18 @@ def test_validation_of_labelled_and_scored_sets(tmp_path: Path) -> None:
     write(tmp_path, "c/tiny", labelled(x=100, y=100))
     data = load(tmp_path, "c/tiny", task="c", validation={"share": 0.2})
     (validation,) = data.validation
-    assert (validation.row_type, validation.rows.column_names) == ("labelled", ["text", "label"])
-    assert set(validation.rows["label"]) == {"x", "y"}
-    assert not set(validation.rows["text"]) & {*only(data).rows["anchor"], *only(data).rows["positive"]}
-    assert len(only(data).rows) + len(validation.rows) == 200
+    assert validation.row_type == "labelled"
+    assert {row.label for row in validation.held_out} == {"x", "y"}
+    held_out = {row.anchor for row in validation.held_out}
+    assert not held_out & {*only(data).rows["anchor"], *only(data).rows["positive"]}
+    assert len(only(data).rows) + len(validation.held_out) == 200
     write(tmp_path, "pair/tiny", [{"sentence1": f"a{i}", "sentence2": f"b{i}", "label": i % 2} for i in range(100)])
     (validation,) = load(tmp_path, "pair/tiny", task="p", validation={"share": 0.2}).validation
-    assert (validation.row_type, validation.rows.column_names) == ("scored", ["anchor", "positive", "score"])
-    assert set(validation.rows["score"]) == {0.0, 1.0}  # the loss takes only pairs alike, the measure takes both
+    assert validation.row_type == "scored"
+    assert {row.label for row in validation.held_out} == {
+        0.0,
+        1.0,
+    }  # the loss takes only pairs alike, the measure takes both
 
 
 def test_weights_repeat_rows(tmp_path: Path) -> None:
@@ -194,7 +199,7 @@ def test_all_shared_data(shared: Path) -> None:
         assert accounted >= report.read if report.task == "reranking" else accounted == report.read
         assert report.held_out <= 400
     held_out = {
-        row["anchor"] for validation in data.validation if validation.row_type == "pairs" for row in validation.rows
+        row.anchor for validation in data.validation if validation.row_type == "pairs" for row in validation.held_out
     }
     for training_set in data.sets.values():
         assert not held_out & set(training_set.rows["anchor"])

@@ -6,9 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from helpers.datasets import RETRIEVAL, recipe_of
 
-from mote.training.data import ValidationSet
+from mote.data.columns import Example
+from mote.data.rows import Location
+from mote.training.cleaning import DatasetRows
+from mote.training.task_settings import DatasetSettings
 from mote.training.validation import Validation
 
 
@@ -22,13 +25,13 @@ class ByFirstWord:
 
 
 @pytest.mark.parametrize("space", ["", " "])
-def test_all_positives_of_an_anchor_are_right(space: str) -> None:
+def test_all_positives_of_an_anchor_are_right(space: str, tmp_path: Any) -> None:
     """Each has a row, and the anchor may be spelt with other spaces there."""
-    rows = [(f"{number}{space * part}", f"{number} part {part}") for number in range(4) for part in range(3)]
-    anchors, positives = zip(*rows, strict=True)
-    table = Dataset.from_dict({"anchor": anchors, "positive": positives})
-    held_out = ValidationSet("made", "retrieval", "pairs", table, "query", "document")
-    validation, model = Validation([held_out], {"query": {}, "document": {}}), ByFirstWord()
-    _, _, right = validation.embedded_pairs(model, held_out)
-    assert np.array_equal(right, np.kron(np.eye(4), np.ones((3, 3))))
-    assert validation(model)["validation_mean"] == pytest.approx(100)
+    recipe = recipe_of(tmp_path, tasks={"retrieval": {**RETRIEVAL, "datasets": ["made"]}})
+    dataset = DatasetRows(Location("made", DatasetSettings(path="made")), "retrieval", recipe)
+    dataset.row_type = "pairs"
+    dataset.held_out = [
+        Example(f"{number}{space * part}", (f"{number} part {part}",)) for number in range(4) for part in range(3)
+    ]
+    validation = Validation([dataset], {"search_query": {}, "search_document": {}})
+    assert validation(ByFirstWord())["validation_mean"] == pytest.approx(100)  # type: ignore[arg-type]

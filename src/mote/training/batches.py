@@ -21,17 +21,24 @@ class EvenBatchSampler(DefaultBatchSampler):
 
     Args:
         dataset: Rows of the training set.
-        batch_size: Maximum number of rows per batch, over all processes.
+        batch_rows: Maximum number of rows per batch, over all processes.
         processes: Number of processes that share each batch.
         generator: Random generator for the order.
         seed: Seed of the order, together with the epoch.
+        **_: Arguments of the trainer without effect here: its own `batch_size` is per process.
     """
 
     def __init__(
-        self, dataset: Any, batch_size: int, processes: int, generator: torch.Generator | None = None, seed: int = 0
+        self,
+        dataset: Any,
+        batch_rows: int,
+        processes: int,
+        generator: torch.Generator | None = None,
+        seed: int = 0,
+        **_: Any,
     ) -> None:
         sampler = RandomSampler(dataset, generator=generator)
-        super().__init__(sampler, batch_size=batch_size, drop_last=False, generator=generator, seed=seed)
+        super().__init__(sampler, batch_size=batch_rows, drop_last=False, generator=generator, seed=seed)
         self.dataset = dataset
         self.processes = processes
 
@@ -77,16 +84,3 @@ class TaskBatchSampler(ProportionalBatchSampler):
 
     def __len__(self) -> int:
         return super().__len__() * self.processes
-
-
-def even_batch_sampler(dataset: Any, rows_of_a_batch: int, processes: int, **settings: Any) -> EvenBatchSampler:
-    """Build the sampler of one training set; see `SentenceTransformerTrainingArguments.batch_sampler`.
-
-    Args:
-        dataset: Rows of the training set.
-        rows_of_a_batch: Rows per batch over all processes; the trainer's own `batch_size` is per process.
-        processes: Number of processes that share each batch.
-        **settings: Arguments of the trainer.
-    """
-    generator, seed = settings["generator"], settings["seed"]
-    return EvenBatchSampler(dataset, rows_of_a_batch, processes, generator=generator, seed=seed)

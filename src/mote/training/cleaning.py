@@ -12,7 +12,7 @@ from mote.data.columns import Columns, Example, RowType, check_row, find_columns
 from mote.data.rows import Location, read_rows
 from mote.reporting import table
 from mote.training.recipe import Recipe
-from mote.training.task_settings import DatasetSettings, TaskSettings, ValidationSettings
+from mote.training.task_settings import DatasetSettings, ValidationSettings
 
 LabelType = Literal["pairs", "scored", "labelled", "embeddings"]
 
@@ -183,25 +183,24 @@ class DatasetRows:
     Args:
         location: Where the dataset is.
         task_name: Task of the recipe.
-        task: Its settings.
+        recipe: The recipe.
 
     Attributes:
-        name: Dataset name.
         row_type: What its columns hold.
         label_type: What the loss takes as labels.
         tasks: Tasks of the model for anchors and for positives.
+        instruction: Instruction of the anchors, in place of the task's.
         weight: How often each row is seen per epoch.
-        rows: Examples with one positive each; labelled texts and single texts have none.
-        held_out: Validation rows.
+        rows: Rows to train on, with one positive each; labelled texts and single texts have none.
+        held_out: Rows of the validation split, in the order of their hashes; they are never trained on.
         report: What became of the rows.
     """
 
-    def __init__(self, location: Location[DatasetSettings], task_name: str, task: TaskSettings) -> None:
-        self.name = location.name
-        self.location = location
-        self.settings = location.settings
-        self.task_name = task_name
-        self.task = task.of(self.settings)
+    def __init__(self, location: Location[DatasetSettings], task_name: str, recipe: Recipe) -> None:
+        task = recipe.tasks[task_name]
+        self.location, self.name, self.settings = location, location.name, location.settings
+        self.task_name, self.task = task_name, task.of(location.settings)
+        self.instruction = recipe.instruction_of(location.settings)
         self.label_type = LABEL_TYPES[self.task.loss]
         self.tasks = (self.settings.anchor or task.anchor, self.settings.positive or task.positive)
         self.weight = task.weight * self.settings.weight
@@ -218,19 +217,6 @@ class DatasetRows:
         """
         self.rows, columns = read_examples(self.location, recipe.data.max_invalid_fraction, self.report)
         self.row_type = columns.row_type
-        self._fit_to_loss()
-        self._drop_repeated()
-        self._hold_out(recipe.validation)
-        if self.row_type == "scored" and self.label_type == "pairs":
-            self._pair_by_score(recipe.training.seed)
-        self.rows = self.report.sample(self.rows, self.settings.limit or recipe.data.limit, recipe.training.seed)
-
-    def _fit_to_loss(self) -> None:
-        """Convert the rows to the form that the task's loss takes.
-
-        Raises:
-            ValueError: If the rows cannot be converted.
-        """
         if self.row_type not in ROW_TYPES[self.label_type]:
             raise ValueError(
                 f"{self.name}: {self.task.loss} takes rows of the type {' or '.join(ROW_TYPES[self.label_type])}, got "
@@ -240,8 +226,19 @@ class DatasetRows:
             self._fit_scores()
         if self.row_type == "pairs":
             self._make_pairs()
+        self._drop_repeated()
+        self._hold_out(recipe.validation)
+        if self.row_type == "scored" and self.label_type == "pairs":
+            self._pair_by_score(recipe.training.seed)
+        self.rows = self.report.sample(self.rows, self.settings.limit or recipe.data.limit, recipe.training.seed)
+
+    def _keep(self, rows: list[Example], reason: str) -> None:
+        """Keep only some rows, and count the others as dropped."""
+        self.report.drop(reason, len(self.rows) - len(rows))
+        self.rows = rows
 
     def _fit_scores(self) -> None:
+        """Check that the loss takes the scores, and scale them to at most 1."""
         scores = [float(row.label or 0) for row in self.rows]
         takes_any = self.label_type == "pairs" and self.settings.min_score is not None
         takes_binary = self.label_type == "pairs" or self.task.loss in BINARY_LOSSES
@@ -264,7 +261,13 @@ class DatasetRows:
         removed = sum(len(row.negatives) for row in self.rows) - sum(len(row.negatives) for row in rows)
         if removed:
             self.report.notes.append(f"{removed:,} hard negatives removed that equal the anchor or a positive")
-        count = self._negatives_per_row(rows)
+        fewest = min((len(row.negatives) for row in rows if row.negatives), default=0)
+        most = max(len(row.negatives) for row in rows)
+        count = min(fewest, DEFAULT_NEGATIVES)
+        if self.settings.negatives is not None:
+            count = min(most, self.settings.negatives)
+        if self.label_type == "embeddings":
+            count = 0
         self.rows = []
         for row in rows:
             if count and not row.negatives:
@@ -274,14 +277,6 @@ class DatasetRows:
             negatives = cycle(row.negatives)
             self.rows += [Example(row.anchor, (text,), tuple(islice(negatives, count))) for text in row.positives]
 
-    def _negatives_per_row(self, rows: Sequence[Example]) -> int:
-        counts = [len(row.negatives) for row in rows if row.negatives]
-        if not counts or self.label_type == "embeddings":
-            return 0
-        if self.settings.negatives is not None:
-            return min(self.settings.negatives, max(counts))
-        return min(*counts, DEFAULT_NEGATIVES)
-
     def _drop_repeated(self) -> None:
         """Drop rows that equal an earlier one, texts with ambiguous labels, and pairs with ambiguous scores."""
         distilled = self.label_type == "embeddings"
@@ -289,21 +284,17 @@ class DatasetRows:
         for row in self.rows:
             texts = tuple(text.strip() for text in (row.anchor, *row.positives, *row.negatives))
             unique.setdefault((texts, None if distilled and self.row_type == "scored" else row.label), row)
-        self.report.drop("repeated", len(self.rows) - len(unique))
-        self.rows = list(unique.values())
+        self._keep([*unique.values()], "repeated")
         if self.row_type in AMBIGUOUS and not distilled:
             labels = Counter(texts for texts, _ in unique)
-            self.rows = [row for (texts, _), row in unique.items() if labels[texts] == 1]
-            self.report.drop(AMBIGUOUS[self.row_type], len(unique) - len(self.rows))
+            self._keep([row for (texts, _), row in unique.items() if labels[texts] == 1], AMBIGUOUS[self.row_type])
 
     def _hold_out(self, settings: ValidationSettings) -> None:
         """Split off the validation rows, by a hash of the anchor: they are the same for every recipe and seed."""
-        if self.row_type == "texts":
-            # Single texts have nothing to measure.
-            return
-        hashes = [share_of(row.anchor) for row in self.rows]
-        lowest = sorted((value, number) for number, value in enumerate(hashes) if value < settings.share)
-        if len(lowest) < 2:
+        shares = [share_of(row.anchor) for row in self.rows]
+        lowest = sorted((share, number) for number, share in enumerate(shares) if share < settings.share)
+        # Single texts have nothing to measure.
+        if len(lowest) < 2 or self.row_type == "texts":
             return
         chosen = [number for _, number in lowest[: settings.limit]]
         self.held_out = [self.rows[number] for number in chosen]
@@ -324,8 +315,7 @@ class DatasetRows:
             in_pair = any(text.strip() in dropped for text in (row.anchor, *row.positives))
             if not in_pair and (negatives or not row.negatives):
                 kept.append(row._replace(negatives=tuple(islice(cycle(negatives), len(row.negatives)))))
-        self.report.drop(reason, len(self.rows) - len(kept))
-        self.rows = kept
+        self._keep(kept, reason)
 
     def _pair_by_score(self, seed: int) -> None:
         """Turn scored pairs into positive pairs: those with the label 1, or those with at least `min_score`.
@@ -335,9 +325,7 @@ class DatasetRows:
         """
         min_score = self.settings.min_score
         if min_score is None:
-            kept = [row for row in self.rows if row.label == 1]
-            self.report.drop("label is 0", len(self.rows) - len(kept))
-            self.rows = kept
+            self._keep([row for row in self.rows if row.label == 1], "label is 0")
             return
         count = DEFAULT_NEGATIVES if self.settings.negatives is None else self.settings.negatives
         positives, negatives = defaultdict(set), defaultdict(list)
@@ -348,7 +336,7 @@ class DatasetRows:
                 positives[first].add(second)
             else:
                 negatives[first].append(second)
-        texts = sorted({text for first, second, _ in directed for text in (first, second)})
+        texts = sorted({first for first, _, _ in directed})
         rng = random.Random(f"{seed} negatives {self.name}")
         pairs = []
         for first, second, score in directed:
@@ -359,18 +347,11 @@ class DatasetRows:
             hard = [text for text in dict.fromkeys([*negatives[first], *drawn]) if text not in known]
             pairs.append(Example(first, (second,), tuple(hard[:count])))
         self.report.drop(f"score is below {min_score:g}", (len(directed) - len(pairs)) // 2)
-        self.report.notes.append(f"{len(pairs):,} pairs in both directions from the score {min_score:g}")
         fewest = min((len(pair.negatives) for pair in pairs), default=0)
         self.rows = [pair._replace(negatives=pair.negatives[:fewest]) for pair in pairs]
 
     def drop_singleton_labels(self) -> None:
         """Drop texts whose label occurs only once, if they are paired by their label."""
-        if self.row_type != "labelled" or self.label_type == "embeddings" or self.task.pairs == "label_text":
-            return
-        counts = Counter(row.label for row in self.rows)
-        singletons = sorted(repr(label) for label, count in counts.items() if count == 1)
-        if singletons:
-            self.report.drop("label with one example", len(singletons))
-            more = " …" if len(singletons) > SHOWN_ERRORS else ""
-            self.report.notes.append(f"labels with one example: {', '.join(singletons[:SHOWN_ERRORS])}{more}")
-            self.rows = [row for row in self.rows if counts[row.label] > 1]
+        if self.row_type == "labelled" and self.label_type != "embeddings" and self.task.pairs == "same_label":
+            counts = Counter(row.label for row in self.rows)
+            self._keep([row for row in self.rows if counts[row.label] > 1], "label with one example")

@@ -53,8 +53,8 @@ class TrainingSet:
         rows: Columns `anchor`, `positive`, `negative_1` …, `label`; only those that exist.
         column_tasks: Column → task of the model (instruction and expert) of its texts; empty if blended.
         label_type: Content of `label`. `pairs`: ids of the row's texts, and of the group whose rows are not negatives
-            of each other; if blended, also the number of the row's part. `scored`: a score. `labelled`: the number of
-            a label. `embeddings`: the teacher's embeddings.
+            of each other; if blended, also the number of the row's part. `scored`: a score. `labelled`: the id of a
+            label. `embeddings`: the teacher's embeddings.
         sources: Dataset → number of its rows.
         instruction: Instruction of the anchors, and of other columns of their task, in place of the task's.
         parts: If blended, the training set of each dataset.
@@ -97,34 +97,11 @@ class TrainingSet:
 
 
 @dataclass
-class ValidationSet:
-    """The validation split of one dataset, which is never trained on.
-
-    Attributes:
-        name: Name of the dataset.
-        task: Task of the recipe.
-        row_type: `pairs` (columns `anchor`, `positive`), `scored` (also `score`) or `labelled` (`text`, `label`).
-        rows: Rows, in the order of their hashes.
-        anchor: Task of the model for anchors, and for labelled texts.
-        positive: Task of the model for positives.
-        instruction: As in the training set.
-    """
-
-    name: str
-    task: str
-    row_type: str
-    rows: Dataset
-    anchor: str
-    positive: str
-    instruction: str | None = None
-
-
-@dataclass
 class TrainingData:
-    """Training sets by name, validation sets, and a report for each dataset."""
+    """Training sets by name, the datasets of which rows are held out, and a report for each dataset."""
 
     sets: dict[str, TrainingSet]
-    validation: list[ValidationSet]
+    validation: list[DatasetRows]
     reports: list[DatasetReport]
 
     def __str__(self) -> str:
@@ -154,18 +131,29 @@ def load_data(
     """
     datasets = _find_datasets(recipe)
     for dataset in datasets:
+        logger.info("%s: reading …", dataset.name)
         dataset.clean(recipe)
-        report = dataset.report
-        logger.info("%s: read %s rows, %s of them invalid", report.name, f"{report.read:,}", f"{report.invalid:,}")
-        for error in report.errors:
-            logger.info("  %s", error)
     held_out = [row.anchor for dataset in datasets for row in dataset.held_out]
+    groups: dict[str, list[DatasetRows]] = {}
     for dataset in datasets:
         # After sampling, which should not depend on the other datasets.
         dataset.drop_texts(held_out, "has a text that another dataset holds out")
         dataset.drop_singleton_labels()
-    sets = _training_sets(datasets, recipe, tokenizer, teachers or {})
-    validation = [_validation_set(dataset, recipe) for dataset in datasets if dataset.held_out]
+        dataset.report.used = len(dataset.rows)
+        name = dataset.task_name if dataset.task.batches == "heterogeneous" else dataset.name
+        group = groups.setdefault(name, [])
+        if name == BLENDED or (group and group[0].task_name != dataset.task_name):
+            raise ValueError(f"A dataset and a task are both named {name!r}: rename the task")
+        group.append(dataset)
+    sets = {name: _training_set(name, group, recipe, tokenizer, teachers or {}) for name, group in groups.items()}
+    parts = [sets.pop(name) for name in groups if sets[name].settings.batches == "blended"]
+    if parts:
+        _warn_of_rare_rows(parts, recipe.training.batch_size)
+        sets[BLENDED] = _blended(parts)
+    for dataset in datasets:
+        # They are in the training sets now.
+        dataset.rows = []
+    validation = [dataset for dataset in datasets if dataset.held_out]
     return TrainingData(sets, validation, [dataset.report for dataset in datasets])
 
 
@@ -174,34 +162,13 @@ def _find_datasets(recipe: Recipe) -> list[DatasetRows]:
     for name, task in recipe.tasks.items():
         for settings in task.datasets:
             for location in find_datasets(settings, recipe.data.place):
-                other = datasets.setdefault(location.name, DatasetRows(location, name, task))
+                other = datasets.setdefault(location.name, DatasetRows(location, name, recipe))
                 if other.location is not location:
                     raise ValueError(
                         f"Two datasets are named {location.name!r}: {other.settings.path!r} of the task "
                         f"{other.task_name!r}, and {settings.path!r} of the task {name!r}"
                     )
     return list(datasets.values())
-
-
-def _training_sets(
-    datasets: list[DatasetRows],
-    recipe: Recipe,
-    tokenizer: PreTrainedTokenizerBase | None,
-    teachers: Mapping[str, TeacherEmbeddings],
-) -> dict[str, TrainingSet]:
-    sets: dict[str, TrainingSet] = {}
-    for name, task in recipe.tasks.items():
-        own = [dataset for dataset in datasets if dataset.task_name == name]
-        groups = {name: own} if task.batches == "heterogeneous" else {dataset.name: [dataset] for dataset in own}
-        for set_name, group in groups.items():
-            if set_name in (*sets, BLENDED):
-                raise ValueError(f"A dataset and a task are both named {set_name!r}: rename the task")
-            sets[set_name] = _training_set(set_name, group, recipe, tokenizer, teachers)
-    parts = [sets.pop(name) for name in [*sets] if sets[name].settings.batches == "blended"]
-    if parts:
-        _warn_of_rare_rows(parts, recipe.training.batch_size)
-        sets[BLENDED] = _blended(parts)
-    return sets
 
 
 def _training_set(
@@ -211,29 +178,23 @@ def _training_set(
     tokenizer: PreTrainedTokenizerBase | None,
     teachers: Mapping[str, TeacherEmbeddings],
 ) -> TrainingSet:
-    seed, first = recipe.training.seed, datasets[0]
-    teacher = teachers.get(first.task.teacher.model_dump_json()) if first.task.teacher is not None else None
-    label_numbers: dict[tuple[str, Any], int] = {}
-    tables = {}
-    for dataset in datasets:
-        dataset.report.used = len(dataset.rows)
-        if not round(dataset.weight * len(dataset.rows)):
-            raise ValueError("\n  ".join([f"{dataset.name}: no rows are left to train on", *dataset.report.remarks()]))
-        tables[dataset.name] = _weighted(_table(dataset, seed, tokenizer, teacher, label_numbers), dataset, seed)
-    kinds = [(", ".join(tables[dataset.name].column_names), " and ".join(dataset.tasks)) for dataset in datasets]
-    if len(set(kinds)) > 1:
-        listed = "; ".join(f"{dataset.name}: {kind}" for dataset, kind in zip(datasets, kinds, strict=True))
+    first, task = datasets[0], datasets[0].task
+    teacher = teachers.get(task.teacher.model_dump_json()) if task.teacher is not None else None
+    tables = {one.name: _table(one, recipe.training.seed, tokenizer, teacher) for one in datasets}
+    kinds = {one.name: (", ".join(tables[one.name].column_names), " and ".join(one.tasks)) for one in datasets}
+    if len(set(kinds.values())) > 1:
         raise ValueError(
-            f"The batches of task {name!r} mix datasets with different columns or tasks ({listed}): make its batches "
-            "homogeneous, or set `negatives: 0` for datasets with hard negatives"
+            f"The batches of task {name!r} mix datasets with different columns or tasks ("
+            f"{'; '.join(f'{one}: {kind}' for one, kind in kinds.items())}): make its batches homogeneous, or set "
+            "`negatives: 0` for datasets with hard negatives"
         )
-    rows = concatenate_datasets([*tables.values()]) if len(tables) > 1 else tables[first.name]
+    rows = concatenate_datasets([*tables.values()])
     anchor, positive = first.tasks
     text_columns = [column for column in rows.column_names if column != "label"]
     if "negative_1" not in text_columns and first.label_type in ("pairs", "labelled"):
         # The last number of a pair's label is its group.
         groups = {label[-1] if first.label_type == "pairs" else label for label in rows["label"]}
-        in_batch = first.label_type == "labelled" or first.task.in_batch_negatives
+        in_batch = first.label_type == "labelled" or task.in_batch_negatives
         if len(groups) < 2 or not in_batch:
             raise ValueError(
                 f"The rows of {name!r} have no negatives: "
@@ -242,8 +203,7 @@ def _training_set(
             )
     column_tasks = {column: anchor if column == "anchor" else positive for column in text_columns}
     sources = {source: len(table) for source, table in tables.items()}
-    instruction = recipe.instruction_of(first.settings)
-    return TrainingSet(name, first.task_name, first.task, rows, column_tasks, first.label_type, sources, instruction)
+    return TrainingSet(name, first.task_name, task, rows, column_tasks, first.label_type, sources, first.instruction)
 
 
 def _warn_of_rare_rows(parts: list[TrainingSet], batch_size: int) -> None:
@@ -279,31 +239,38 @@ def _blended(parts: list[TrainingSet]) -> TrainingSet:
 
 
 def _table(
-    dataset: DatasetRows,
-    seed: int,
-    tokenizer: PreTrainedTokenizerBase | None,
-    teacher: TeacherEmbeddings | None,
-    label_numbers: dict[tuple[str, Any], int],
+    dataset: DatasetRows, seed: int, tokenizer: PreTrainedTokenizerBase | None, teacher: TeacherEmbeddings | None
 ) -> Dataset:
-    """Build the rows of one dataset, each once, with the labels that the loss takes."""
-    rows, labelled = dataset.rows, dataset.row_type == "labelled"
-    if labelled and dataset.label_type == "pairs":
+    """Build the rows of one dataset, with the labels that the loss takes, and as often as its weight says."""
+    if not round(dataset.weight * len(dataset.rows)):
+        raise ValueError("\n  ".join([f"{dataset.name}: no rows are left to train on", *dataset.report.remarks()]))
+    rows, label_type = dataset.rows, dataset.label_type
+    if dataset.row_type == "labelled" and label_type == "pairs":
         pair = _paired_with_label if dataset.task.pairs == "label_text" else _paired_by_label
         rows = pair(dataset, f"{seed} pairs {dataset.name}")
     columns = _truncated(_text_columns(rows), dataset, tokenizer)
+    groups = columns["anchor"]
+    if dataset.row_type == "labelled":
+        groups = [f"{dataset.name}\0{row.label}" for row in rows]
     label: pyarrow.Array
-    if dataset.label_type == "embeddings":
+    if label_type == "embeddings":
         label = pyarrow.nulls(len(rows)) if teacher is None else teacher.labels(columns)
-    elif dataset.label_type == "scored":
+    elif label_type == "scored":
         label = pyarrow.array([row.label for row in rows], pyarrow.float64())
-    elif dataset.label_type == "labelled":
-        numbers = [label_numbers.setdefault((dataset.name, row.label), len(label_numbers)) for row in rows]
-        label = pyarrow.array(numbers, pyarrow.int64())
+    elif label_type == "labelled":
+        label = pyarrow.array(map(text_id, groups), pyarrow.int64())
     else:
-        groups = [f"{dataset.name}\0{row.label}" for row in rows] if labelled else columns["anchor"]
         ids = [[*map(text_id, texts)] for texts in zip(*columns.values(), groups, strict=True)]
         label = pyarrow.array(ids, pyarrow.list_(pyarrow.int64()))
-    return _dataset(columns, label)
+    table = _dataset(columns, label)
+    if dataset.weight == 1:
+        return table
+    # Whole copies, then a sample for the fraction.
+    whole, count = int(dataset.weight), len(rows)
+    sample = random.Random(f"{seed} weight {dataset.name}").sample(
+        range(count), round((dataset.weight - whole) * count)
+    )
+    return table.select([*range(count)] * whole + sorted(sample))
 
 
 def _paired_by_label(dataset: DatasetRows, seed: str) -> list[Example]:
@@ -353,10 +320,15 @@ def _truncated(
     columns: dict[str, list[str]], dataset: DatasetRows, tokenizer: PreTrainedTokenizerBase | None
 ) -> dict[str, list[str]]:
     """Truncate texts to the dataset's `max_length` in tokens; instructions are not counted."""
+    limit = dataset.settings.max_length
+    if limit is None or tokenizer is None:
+        return columns
+    lengths: Any = {**limit} if isinstance(limit, dict) else {"anchor": limit, "positive": limit}
+    lengths.setdefault("negative", lengths.get("positive"))
     truncated = {}
     for name, texts in columns.items():
-        length = _max_length(dataset, name.partition("_")[0])
-        if length is not None and tokenizer is not None:
+        length = lengths.get("anchor" if dataset.row_type == "labelled" else name.partition("_")[0])
+        if length is not None:
             options = {"add_special_tokens": False, "truncation": True, "max_length": length}
             offsets = tokenizer(texts, return_offsets_mapping=True, **options)["offset_mapping"]
             # A tokenizer may truncate on the left.
@@ -367,36 +339,5 @@ def _truncated(
     return columns | truncated
 
 
-def _max_length(dataset: DatasetRows, column: str) -> int | None:
-    limit = dataset.settings.max_length
-    if not isinstance(limit, dict):
-        return limit
-    lengths = {str(name): length for name, length in limit.items()}
-    if column == "negative" and "positive" in lengths:
-        lengths.setdefault("negative", lengths["positive"])
-    return lengths.get("anchor" if dataset.row_type == "labelled" else column)
-
-
 def _dataset(columns: dict[str, list[str]], label: pyarrow.Array) -> Dataset:
     return Dataset(pyarrow.table({**columns, "label": label}))
-
-
-def _weighted(rows: Dataset, dataset: DatasetRows, seed: int) -> Dataset:
-    """Repeat rows: whole copies, then a sample for the fraction."""
-    if dataset.weight == 1:
-        return rows
-    whole, count = int(dataset.weight), len(rows)
-    rng = random.Random(f"{seed} weight {dataset.name}")
-    sample = rng.sample(range(count), round((dataset.weight - whole) * count))
-    return rows.select([*range(count)] * whole + sorted(sample))
-
-
-def _validation_set(dataset: DatasetRows, recipe: Recipe) -> ValidationSet:
-    anchors, labels = [row.anchor for row in dataset.held_out], [row.label for row in dataset.held_out]
-    columns: dict[str, list[Any]] = {"text": anchors, "label": labels}
-    if dataset.row_type != "labelled":
-        columns = {"anchor": anchors, "positive": [text for row in dataset.held_out for text in row.positives]}
-    if dataset.row_type == "scored":
-        columns["score"] = labels
-    rows, instruction = Dataset(pyarrow.table(columns)), recipe.instruction_of(dataset.settings)
-    return ValidationSet(dataset.name, dataset.task_name, dataset.row_type, rows, *dataset.tasks, instruction)

@@ -24,7 +24,7 @@ from mote.checkpoints.tensors import token_routing, weight_name
 from mote.remote.configuration_mote import MoTEConfig
 from mote.training.adapters import AdapterCheckpoints, merge_adapters, network_of, trained_weights
 from mote.training.arguments import build_arguments
-from mote.training.batches import EvenBatchSampler, TaskBatchSampler, even_batch_sampler
+from mote.training.batches import EvenBatchSampler, TaskBatchSampler
 from mote.training.blending import BlendedCollator
 from mote.training.data import TrainingData, TrainingSet, load_data
 from mote.training.losses import INFO_NCE, LoadBalancedLoss, build_loss, check_loss
@@ -122,7 +122,7 @@ class TrainingRun(Run):
         recipe, sets, training = self.recipe, self.data.sets, self.recipe.training
         own: dict[str, Any] = {
             "batch_sampler": partial(
-                even_batch_sampler, rows_of_a_batch=training.batch_size, processes=processes().num_processes
+                EvenBatchSampler, batch_rows=training.batch_size, processes=processes().num_processes
             ),
             "multi_dataset_batch_sampler": TaskBatchSampler,
         }
