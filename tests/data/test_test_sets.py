@@ -99,9 +99,8 @@ def test_a_limited_corpus_holds_the_documents_of_the_qrels_and_others() -> None:
 
 
 def test_relevance_goes_before_other_scores(tmp_path: Path) -> None:
-    row = {"text": "t", "machine_summaries": ["a", "b"], "fluency": [1, 2], "relevance": [5, 3]}
-    write_rows(tmp_path / "summarization/both/test.jsonl.gz", [row])
-    assert content("summarization/both", folder=tmp_path)[0]["relevance"] == [5, 3]
+    write_rows(tmp_path / "summarization/both/test.jsonl.gz", [{**SUMMARY, "fluency": [5, 3]}])
+    assert content("summarization/both", folder=tmp_path)[0]["relevance"] == SUMMARY["relevance"]
 
 
 # Invalid data --------------------------------------------------------------------------------------------------------
@@ -128,21 +127,10 @@ SUMMARY = {"text": "t", "machine_summaries": ["a", "b"], "relevance": [1, 2]}
 INVALID = {  # case → task, rows of the test split, and what the error must say
     "no column": ("sts", [{**PAIR, "score": 1}, PAIR], "test.jsonl.gz:2: there is no column 'score'."),
     "no number": ("sts", [{**PAIR, "score": "4"}], ":1: 'score': Input should be a valid number, got '4'"),
-    "no text": (
-        "sts",
-        [{**PAIR, "sentence1": None, "score": 1}],
-        "'sentence1': Input should be a valid string",
-    ),
     "no rows": ("sts", [], "no 'test' split, or one without rows"),
     "another label": ("pair", [{**PAIR, "label": 2}], "'label': Input should be 0 or 1, got 2"),
     "one label": ("pair", [{**PAIR, "label": 1}] * 2, "all labels are 1, expected two or more"),
     "no clusters": ("clustering", [{"text": "a", "label": "x"}] * 2, "all labels are 'x', expected two"),
-    "a cluster for each text": (
-        "clustering",
-        [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}],
-        "clustering/bad: no label has two texts",
-    ),
-    "no label": ("clustering", [{"text": "a", "label": None}], "'label': Input should be a valid string"),
     "no list": ("reranking", [{**RERANKING, "positive": "a"}], "'positive': Input should be a valid list"),
     "no positive": ("reranking", [{**RERANKING, "positive": []}], "'positive': List should have at least 1 item"),
     "lengths": ("summarization", [SUMMARY, {**SUMMARY, "relevance": [1]}], "row 2 has not one score for each machine"),
@@ -197,7 +185,6 @@ INVALID_RETRIEVAL: dict[str, tuple[tuple[Any, Any, Any], str]] = {
     "repeated ids": ((DOCUMENTS * 2, QUERIES, QRELS), "2 rows have the document id 'd0'"),
     "no title": (([{"_id": "d0", "text": "a"}], QUERIES, QRELS), "corpus.jsonl.gz:1: there is no column 'title'"),
     "no grade": ((DOCUMENTS, QUERIES, [("q0", "d0", "much")]), "test.tsv:2: expected query, document and an integer"),
-    "no columns": ((DOCUMENTS, QUERIES, [("q0 d0 1",)]), "test.tsv:2: expected query, document and an integer"),
 }
 
 

@@ -48,7 +48,7 @@ def test_rows_in_other_formats_are_not_read_as_plain_text(name: str, tmp_path: P
 
 def test_pairs_of_files(tmp_path: Path) -> None:
     file = tmp_path / "pairs.jsonl"
-    file.write_text('{"query": "a", "positive": ["b", "c"]}\n{"question": "d", "answer": "e"}\n')
+    file.write_text('{"query": "a", "positive": ["b", "c"]}\n{"query": "d", "positive": "e"}\n')
     pairs = find_pairs(file)
     assert pairs is not None
     assert (pairs.queries, pairs.documents, pairs.source) == (("a", "d"), ("b", "e"), "pairs.jsonl")
@@ -71,10 +71,10 @@ def test_texts_and_pairs_of_a_folder_are_of_all_its_datasets() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "has 0 texts or pairs: a distribution needs at least two"),
+        ("", "has no rows, or none with columns"),
         ('{"text": "one"}', "has 1 texts or pairs: a distribution needs at least two"),
-        ('{"text": "one"}\n{"title": "two"}', r":2: there is no column 'text'. Available: 'title'"),
-        ('{"text": ["one"]}\n{"text": 3}', r":2: 'text': Input should be a valid string, got 3"),
+        ('{"text": "one"}\n{"title": "two"}', r"1 of 2 rows are invalid(.|\n)*:2: there is no column 'text'"),
+        ('{"text": "one"}\n{"text": 3}', r":2: 'text': Input should be a valid string, got 3"),
         ('{"text": " "}', r":1: 'text': String should have at least 1 character, got ' '"),
         ('{"text": "one"}\n{"tex', r":2: invalid JSON"),
     ],
@@ -93,5 +93,5 @@ def test_missing_files_and_contradictions(tmp_path: Path) -> None:
         find_texts(folder=tmp_path)
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text('{"query": "one", "text": "two"}')
-    with pytest.raises(ValueError, match=r":1: there is no column 'positive'. Available: 'query', 'text'"):
+    with pytest.raises(ValueError, match=r"expected pairs \(anchor, positive\), got the text 'two'"):
         find_pairs(pairs)

@@ -164,23 +164,15 @@ def test_settings_without_effect(dataset: dict[str, Any], changes: dict[str, Any
         TaskSettings.model_validate({**RETRIEVAL, **changes, "datasets": [{"path": "some", **dataset}]})
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("labels", [("0.0", "1.0"), ("-1", "1")])
-def test_labels_that_are_numbers_of_any_form(labels: tuple[str, str], tmp_path: Path) -> None:
-    write(tmp_path, "classification/tiny", [{"text": f"text {i}", "label": labels[i % 2]} for i in range(8)])
-    task = {**CLASSIFICATION, "pairs": "label_text", "batches": "homogeneous", "datasets": ["classification/tiny"]}
-    with pytest.raises(ValueError, match="needs a text for the labels"):
-        load_data(recipe_of(tmp_path, tasks={"c": task}))
-
-
-def test_labels_that_are_numbers_need_texts(tmp_path: Path) -> None:
-    content = [{"text": f"text {index}", "label": index % 3} for index in range(9)]
+@pytest.mark.parametrize("labels", [("0", "1", "2"), ("0.0", "1.0", "2.0"), ("-1", "0", "1")])
+def test_labels_that_are_numbers_need_texts(labels: tuple[str, ...], tmp_path: Path) -> None:
+    content = [{"text": f"text {index}", "label": labels[index % 3]} for index in range(9)]
     write(tmp_path, "classification/tiny", content)
-    dataset = {"path": "classification/tiny", "negatives": 1}
+    dataset: dict[str, Any] = {"path": "classification/tiny", "negatives": 1}
     task = {**CLASSIFICATION, "pairs": "label_text", "batches": "homogeneous", "datasets": [dataset]}
-    with pytest.raises(ValueError, match="needs a text for the labels 0, 1, 2: set `label_texts`"):
+    with pytest.raises(ValueError, match=f"needs a text for the labels {', '.join(sorted(labels))}: set `label_texts`"):
         load_data(recipe_of(tmp_path, tasks={"c": task}))
-    dataset["label_texts"] = {"0": "zero", "1": "one", "2": "two"}
+    dataset["label_texts"] = dict(zip(labels, ("zero", "one", "two"), strict=True))
     rows = only(load_data(recipe_of(tmp_path, tasks={"c": task}))).rows
     assert {(row["anchor"][-1], row["positive"]) for row in rows} >= {("0", "zero"), ("4", "one")}
     assert all(row["negative_1"] != row["positive"] for row in rows)

@@ -3,11 +3,13 @@
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.datasets import (
     CLASSIFICATION,
     RETRIEVAL,
+    Rows,
     labelled,
     load,
     only,
@@ -84,16 +86,19 @@ def test_equal_labels_of_two_datasets_are_two_groups(tmp_path: Path) -> None:
     assert rows["label"][:] == [first, first, second, second]
 
 
-def test_labels_may_be_numbers(tmp_path: Path) -> None:
-    write(tmp_path, "classification/tiny", [{"text": f"t{i}", "label": i % 2} for i in range(4)])
-    rows = only(load(tmp_path, "classification/tiny", task="c", settings={"loss": "BatchHardTripletLoss"})).rows
-    assert rows["label"][:] == [text_id(f"classification/tiny\0{number}") for number in (0, 1, 0, 1)]
-
-
-def test_a_training_set_of_one_group_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, "classification/tiny", labelled(x=4))
-    with pytest.raises(ValueError, match="rows of 'c' have no negatives: all have the same label or anchor"):
-        load(tmp_path, "classification/tiny", task="c")
+@pytest.mark.parametrize(
+    ("rows", "settings", "message"),
+    [
+        (labelled(x=4), {}, "all have the same label or anchor"),
+        (pairs(3), {"in_batch_negatives": False}, "in_batch_negatives is false"),
+    ],
+)
+def test_a_training_set_without_negatives_is_refused(
+    tmp_path: Path, rows: Rows, settings: dict[str, Any], message: str
+) -> None:
+    write(tmp_path, "some/tiny", rows)
+    with pytest.raises(ValueError, match=f"rows of 'c' have no negatives: {message}"):
+        load(tmp_path, "some/tiny", task="c", settings=settings)
 
 
 def test_datasets_in_one_batch_have_the_same_columns_and_tasks(tmp_path: Path) -> None:
@@ -204,9 +209,3 @@ def test_all_shared_data(shared: Path) -> None:
     for training_set in data.sets.values():
         assert not held_out & set(training_set.rows["anchor"])
         assert not held_out & set(training_set.rows["positive"])
-
-
-def test_without_in_batch_negatives_rows_need_their_own(tmp_path: Path) -> None:
-    write(tmp_path, "retrieval/tiny", pairs(3))
-    with pytest.raises(ValueError, match="rows of 'retrieval/tiny' have no negatives: in_batch_negatives is false"):
-        load(tmp_path, "retrieval/tiny", settings={"in_batch_negatives": False, "batches": "homogeneous"})

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, FiniteFloat, StringConstraints, TypeAdapter, ValidationError
 
+from mote.data.rows import Location, read_rows
 from mote.data.settings import DatasetSource
 from mote.settings import alternatives
 
@@ -19,6 +20,8 @@ POSITIVES = ("positive", "document", "answer", "passage", "sentence2", "sentence
 NEGATIVES = re.compile(r"negatives?|negative_?(\d+)")
 TEXTS = ("text", "sentence")
 SCORES = ("score", "similarity", "similarity_score", "label")
+
+SHOWN_ERRORS = 5
 
 # What a value must be. A string may be empty, a text is more than white space. With any constraint, pydantic also
 # refuses half of a surrogate pair, of an emoji that another program has cut.
@@ -105,6 +108,43 @@ def _by_usual_names(given: dict[str, list[str]], name: str) -> Columns | None:
         label = one_of(("label",))
         return Columns("labelled", {"anchor": text, "label": label}) if label else Columns("texts", {"anchor": text})
     return Columns("texts", {"anchor": anchor}) if anchor else None
+
+
+class Examples(NamedTuple):
+    """The valid rows of a dataset, what its columns mean, the number of all rows, and the errors of invalid ones."""
+
+    rows: list[Example]
+    columns: Columns
+    read: int
+    errors: list[str]
+
+
+def read_examples(location: Location[Any], max_invalid_fraction: float = 0.0) -> Examples:
+    """Read the rows of a dataset.
+
+    Raises:
+        ValueError: If a column is missing, too many rows are invalid, or none is valid.
+    """
+    rows = list(read_rows(location))
+    present = {column for row in rows for column in row.content}
+    if not present:
+        raise ValueError(f"{location.name} has no rows, or none with columns")
+    columns = find_columns(location.settings, present, location.name)
+    examples, errors = [], []
+    for row in rows:
+        try:
+            if row.fault:
+                raise ValueError(row.fault)
+            examples.append(check_row(row.content, columns))
+        except ValueError as error:
+            errors.append(f"{row.where}: {error}")
+    if len(errors) > max_invalid_fraction * len(rows) or not examples:
+        first = "\n  ".join(errors[:SHOWN_ERRORS])
+        raise ValueError(
+            f"{location.name}: {len(errors):,} of {len(rows):,} rows are invalid; the allowed fraction is "
+            f"{max_invalid_fraction:g} (data.max_invalid_fraction). The first ones:\n  {first}"
+        )
+    return Examples(examples, columns, len(rows), errors)
 
 
 def check_row(row: dict[str, Any], columns: Columns) -> Example:

@@ -3,18 +3,15 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib.resources import files
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from mote.data.columns import TEXT, check_value
-from mote.data.rows import Row, read_files, require_valid, split_files
+from mote.data.columns import Example, read_examples
+from mote.data.rows import Location, split_files
+from mote.data.settings import DatasetSource
 
-TEXT_COLUMNS = ("text", "query", "sentence", "sentence1")
-QUERY_COLUMNS = ("query", "question", "anchor")
-DOCUMENT_COLUMNS = ("positive", "document", "passage", "answer")
 FOLDERS = ("retrieval", "classification", "clustering")
 """Folders of the tasks that experts are trained on."""
 
@@ -51,17 +48,14 @@ def read_texts(file: str | Path | None = None) -> list[str]:
     """Read all texts of a file.
 
     Args:
-        file: One text per line (`.txt`, `.txt.gz`); or rows (`.jsonl`, `.jsonl.gz`, `.parquet`) with a column of
-            `TEXT_COLUMNS`. Default: the 128 texts shipped with MoTE, freely licensed.
+        file: One text per line (`.txt`, `.txt.gz`); or rows (`.jsonl`, `.jsonl.gz`, `.parquet`), of which the first
+            text counts. Default: the 128 texts shipped with MoTE, freely licensed.
 
     Raises:
         ValueError: If it is damaged, not UTF-8 or of another format, a row has no text, or there are no texts.
     """
     path = Path(str(files("mote.data") / "texts.jsonl")) if file is None else Path(file)
-    texts = [_text(row, TEXT_COLUMNS) for row in require_valid(read_files([path]))]
-    if not texts:
-        raise ValueError(f"{path} has no texts")
-    return texts
+    return [example.anchor for example in _examples(path.name, (path,))]
 
 
 def find_texts(
@@ -82,8 +76,7 @@ def find_texts(
     """
     if file is None and folder is None:
         return Texts(_sample([_distinct(read_texts())], limit, seed), "the texts that come with MoTE")
-    take = partial(_text, columns=TEXT_COLUMNS)
-    return Texts(*_sample_of(file, folder, FOLDERS, take, limit, seed))
+    return Texts(*_sample_of(file, folder, FOLDERS, lambda example: example.anchor, limit, seed))
 
 
 def find_pairs(
@@ -92,7 +85,7 @@ def find_pairs(
     """Sample distinct pairs from a file, else from the datasets in `retrieval` of a folder, else return None.
 
     Args:
-        file: Rows with a column of `QUERY_COLUMNS` and one of `DOCUMENT_COLUMNS`; of a list, the first text counts.
+        file: Rows with pairs; of several positives, the first counts.
         folder: A data folder.
         limit: Size of the sample.
         seed: Seed of the sample.
@@ -102,7 +95,7 @@ def find_pairs(
     """
     if file is None and (folder is None or not (Path(folder) / "retrieval").is_dir()):
         return None
-    pairs, source = _sample_of(file, folder, ("retrieval",), _pair, limit, seed)
+    pairs, source = _sample_of(file, folder, ("retrieval",), _first_pair, limit, seed)
     return TextPairs(tuple(query for query, _ in pairs), tuple(document for _, document in pairs), source)
 
 
@@ -110,11 +103,11 @@ def _sample_of(
     file: str | Path | None,
     folder: str | Path | None,
     names: Sequence[str],
-    take: Callable[[Row], Any],
+    take: Callable[[Example], Any],
     limit: int,
     seed: int,
 ) -> tuple[tuple[Any, ...], str]:
-    """Sample what `take` makes of the rows of a file, or of the datasets in some folders of a data folder."""
+    """Sample what `take` returns for the rows of a file, or of the datasets in some folders of a data folder."""
     if file is not None:
         splits: list[tuple[Path, ...]] = [(Path(file),)]
         source = Path(file).name
@@ -126,7 +119,7 @@ def _sample_of(
             expected = " or ".join(names)
             raise FileNotFoundError(f"{root} holds no datasets: expected {expected}, with NAME/train.jsonl.gz")
         source = f"{root.resolve().name}, {len(splits)} datasets"
-    datasets = [_distinct([take(row) for row in require_valid(read_files(split))]) for split in splits]
+    datasets = [_distinct([take(example) for example in _examples(source, split)]) for split in splits]
     return _sample(datasets, limit, seed), source
 
 
@@ -134,19 +127,14 @@ def _distinct(items: Sequence[Any]) -> list[Any]:
     return list(dict.fromkeys(items))
 
 
-def _pair(row: Row) -> tuple[str, str]:
-    return _text(row, QUERY_COLUMNS), _text(row, DOCUMENT_COLUMNS)
+def _examples(name: str, split: tuple[Path, ...]) -> list[Example]:
+    return read_examples(Location(name, DatasetSource(path=name), split)).rows
 
 
-def _text(row: Row, columns: Sequence[str]) -> str:
-    """Take the text of the first column that a row has."""
-    column = next((column for column in columns if column in row.content), columns[0])
-    value = row.content.get(column)
-    row_of_one = {**row.content, column: value[0]} if isinstance(value, list) and value else row.content
-    try:
-        return str(check_value(row_of_one, column, TEXT))
-    except ValueError as error:
-        raise ValueError(f"{row.where}: {error}") from None
+def _first_pair(example: Example) -> tuple[str, str]:
+    if not example.positives:
+        raise ValueError(f"expected pairs (anchor, positive), got the text {example.anchor!r:.80}")
+    return example.anchor, example.positives[0]
 
 
 def _sample(datasets: Sequence[list[Any]], limit: int, seed: int) -> tuple[Any, ...]:

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import cycle, islice
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
-from mote.data.columns import Columns, Example, RowType, check_row, find_columns
-from mote.data.rows import Location, read_rows
+from mote.data.columns import SHOWN_ERRORS, Example, Examples, RowType, read_examples
+from mote.data.rows import Location
 from mote.reporting import table
 from mote.training.recipe import Recipe
 from mote.training.task_settings import DatasetSettings, ValidationSettings
@@ -66,7 +66,6 @@ ROW_TYPES: dict[LabelType, tuple[RowType, ...]] = {
 
 DEFAULT_NEGATIVES = 4
 """Maximum number of hard negatives per row, unless the recipe sets one."""
-SHOWN_ERRORS = 5
 AMBIGUOUS = {"labelled": "text has several labels", "scored": "pair has several scores"}
 
 T = TypeVar("T")
@@ -116,6 +115,11 @@ class DatasetReport:
     errors: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    def count(self, examples: Examples) -> None:
+        """Count the rows read, and show the first invalid ones."""
+        self.read, self.invalid = examples.read, len(examples.errors)
+        self.errors = examples.errors[:SHOWN_ERRORS]
+
     def drop(self, reason: str, rows: int) -> None:
         """Count dropped rows."""
         if rows:
@@ -145,36 +149,6 @@ def table_of(reports: Sequence[DatasetReport]) -> str:
     header = ["task", "dataset", "read", "invalid", "held out", "dropped", "used"]
     remarks = (remark for report in reports for remark in report.remarks())
     return "\n".join([table(header, rows, align="llrrrrr"), *remarks])
-
-
-def read_examples(
-    location: Location[Any], max_invalid_fraction: float, report: DatasetReport
-) -> tuple[list[Example], Columns]:
-    """Read the rows of a dataset, and count the invalid ones in its report.
-
-    Raises:
-        ValueError: If a column is missing, too many rows are invalid, or none is valid.
-    """
-    rows = list(read_rows(location))
-    present = sorted({column for row in rows for column in row.content})
-    if not present:
-        raise ValueError(f"{location.name} has no rows, or none with columns")
-    columns = find_columns(location.settings, present, location.name)
-    examples, errors = [], []
-    for row in rows:
-        try:
-            if row.fault:
-                raise ValueError(row.fault)
-            examples.append(check_row(row.content, columns))
-        except ValueError as error:
-            errors.append(f"{row.where}: {error}")
-    report.read, report.invalid, report.errors = len(rows), len(errors), errors[:SHOWN_ERRORS]
-    if len(errors) > max_invalid_fraction * len(rows) or not examples:
-        raise ValueError(
-            f"{location.name}: {len(errors):,} of {len(rows):,} rows are invalid; the allowed fraction is "
-            f"{max_invalid_fraction:g} (data.max_invalid_fraction). The first ones:\n  " + "\n  ".join(report.errors)
-        )
-    return examples, columns
 
 
 class DatasetRows:
@@ -215,8 +189,9 @@ class DatasetRows:
         Raises:
             ValueError: If the dataset is invalid, or does not suit the loss.
         """
-        self.rows, columns = read_examples(self.location, recipe.data.max_invalid_fraction, self.report)
-        self.row_type = columns.row_type
+        read = read_examples(self.location, recipe.data.max_invalid_fraction)
+        self.report.count(read)
+        self.rows, self.row_type = read.rows, read.columns.row_type
         if self.row_type not in ROW_TYPES[self.label_type]:
             raise ValueError(
                 f"{self.name}: {self.task.loss} takes rows of the type {' or '.join(ROW_TYPES[self.label_type])}, got "

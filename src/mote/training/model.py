@@ -125,14 +125,16 @@ def _mote_folder(recipe: Recipe, source: Checkpoint, folder: Path) -> Path:
     if is_mote(source.config) and (retrieval, pooled) == own:
         return source.folder
     with processes().main_process_first(), _no_progress():
-        if not folder.exists() and is_mote(source.config):
+        if folder.exists():
+            return folder
+        if is_mote(source.config):
             _link(source.folder, folder)
-            if retrieval != own[0]:
-                write_retrieval(folder, retrieval)
-            if pooled != own[1]:
-                write_instruction_pooling(folder, pooled)
-        elif not folder.exists():
+        else:
             upcycle(source, folder, upcycling_options(recipe.model, recipe.retrieval))
+        if retrieval != retrieval_in(folder):
+            write_retrieval(folder, retrieval)
+        if pooled != instruction_pooling_in(folder):
+            write_instruction_pooling(folder, pooled)
     return folder
 
 

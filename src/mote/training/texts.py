@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from mote.data.columns import Example
+from mote.data.columns import Example, read_examples
 from mote.data.rows import find_datasets
-from mote.training.cleaning import DatasetReport, content_hash, read_examples, share_of, table_of, text_id
+from mote.training.cleaning import DatasetReport, content_hash, share_of, table_of, text_id
 from mote.training.pretraining_recipe import PretrainingRecipe, TextTaskSettings
 from mote.training.spans import split_into_spans
 
@@ -97,10 +97,11 @@ def _read_task(name: str, recipe: PretrainingRecipe, tokenizer: PreTrainedTokeni
     for settings in task.datasets:
         for location in find_datasets(settings, recipe.data.place):
             report = DatasetReport(location.name, name)
-            examples, columns = read_examples(location, recipe.data.max_invalid_fraction, report)
-            if task.texts != "all" and "positive" not in columns.names:
+            read = read_examples(location, recipe.data.max_invalid_fraction)
+            report.count(read)
+            if task.texts != "all" and "positive" not in read.columns.names:
                 raise ValueError(f"{location.name} has single texts, not pairs: leave out `texts: {task.texts}`")
-            rows = [row for example in examples for row in _texts_of(example, task, paired)]
+            rows = [row for example in read.rows for row in _texts_of(example, task, paired)]
             unique = {number: row for row in rows if (number := text_id("\n".join(row))) not in seen}
             report.drop("repeated", len(rows) - len(unique))
             seen |= unique.keys()
