@@ -3,6 +3,7 @@
 docs/evaluation.md describes the folder. Nothing here depends on mteb.
 """
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ from pydantic import Field, FiniteFloat, TypeAdapter
 
 from mote.data.columns import LABEL, NUMBER, STRING, check_value
 from mote.data.rows import read_files, read_text_lines, require_valid, split_files
-from mote.data.sampling import ranks, sample
 from mote.remote.configuration_mote import alternatives
 
 Rows = list[dict[str, Any]]
@@ -78,8 +78,7 @@ class EvaluationDataset:
         """The files of a split; there may be none."""
         return split_files(self.folder / self.path, split)
 
-    # The next three are called for all datasets of a folder before any is loaded. What they cannot read is an error
-    # when it is loaded, so that one broken dataset does not stop the others.
+    # The next three are called for all datasets before any is loaded: what they cannot read fails only its own dataset.
 
     def revision(self) -> str:
         """Hash the files and the limit, to distinguish results on different data."""
@@ -174,6 +173,31 @@ def find_evaluation_datasets(folder: Path, limit: int | None = None) -> list[Eva
             f"{', '.join(task for task in SPLITS if task != 'beir')}, or beir/NAME/{QRELS}"
         )
     return found
+
+
+# Samples: hashes of the rows decide, so that their order in a file does not -------------------------------------------
+
+
+def ranks(rows: Rows, label: str | None = None) -> list[tuple[int, int]]:
+    """Return for each row its rank by hash, among all rows or those of its label, and the number of such rows."""
+    groups: dict[Any, list[tuple[bytes, int]]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        groups[row[label] if label else None].append((_hash(row), index))
+    found = {index: (rank, len(group)) for group in groups.values() for rank, (_, index) in enumerate(sorted(group))}
+    return [found[index] for index in range(len(rows))]
+
+
+def sample(rows: Rows, limit: int | None, label: str | None = None) -> Rows:
+    """Take at most `limit` rows, in their order; with a label, in proportion to the sizes of the labels."""
+    if limit is None or len(rows) <= limit:
+        return rows
+    # The row of rank r among n is at (r + ½) / n: the first rows in this order are a fair share of each label.
+    places = [((rank + 0.5) / size, _hash(rows[index]), index) for index, (rank, size) in enumerate(ranks(rows, label))]
+    return [rows[index] for index in sorted(index for *_, index in sorted(places)[:limit])]
+
+
+def _hash(row: dict[str, Any]) -> bytes:
+    return blake2b(b"limit\0" + json.dumps(row, sort_keys=True, default=str).encode(), digest_size=8).digest()
 
 
 # Tasks ---------------------------------------------------------------------------------------------------------------

@@ -45,8 +45,9 @@ class EvenBatchSampler(DefaultBatchSampler):
     @property
     def sizes(self) -> list[int]:
         """Rows of each batch."""
-        shares = len(self.dataset) // self.processes  # of one process
-        count = -(-shares // (self.batch_size // self.processes))  # the fewest batches that hold them all
+        # Rows of one process, in the fewest batches that hold them all.
+        shares = len(self.dataset) // self.processes
+        count = -(-shares // (self.batch_size // self.processes))
         return [self.processes * (shares // count + (index < shares % count)) for index in range(count)]
 
     @property
@@ -73,8 +74,10 @@ class TaskBatchSampler(ProportionalBatchSampler):
     def __init__(self, dataset: ConcatDataset, batch_samplers: list[EvenBatchSampler], **kwargs: Any) -> None:
         super().__init__(dataset, batch_samplers=[*batch_samplers], **kwargs)
         self.processes = batch_samplers[0].processes
-        self.batch_size: Any = None  # it varies; with None, accelerate takes every batch unchanged
-        self.sampler: Any = self  # accelerate passes the epoch on to the `sampler` of a batch sampler that it wraps
+        # Batches vary in size: with None, accelerate takes every batch unchanged.
+        self.batch_size: Any = None
+        # Accelerate passes the epoch on to the `sampler` of a batch sampler that it wraps.
+        self.sampler: Any = self
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in super().__iter__():

@@ -56,7 +56,8 @@ class BlendedCollator(SentenceTransformerDataCollator):
         for key in dict.fromkeys(key for _, features in groups for key in features):
             values = [(rows, features.get(key)) for rows, features in groups]
             first = values[0][1]
-            if key == "prompt_length":  # one number per batch; excluded instructions have masks instead
+            if key == "prompt_length":
+                # One number per batch; excluded instructions have masks instead.
                 continue
             if key == "route":
                 joined[key] = torch.empty(count, dtype=torch.long)

@@ -196,10 +196,10 @@ def _training_set(
         groups = {label[-1] if first.label_type == "pairs" else label for label in rows["label"]}
         in_batch = first.label_type == "labelled" or task.in_batch_negatives
         if len(groups) < 2 or not in_batch:
+            problem = "all have the same label or anchor" if in_batch else "in_batch_negatives is false"
             raise ValueError(
-                f"The rows of {name!r} have no negatives: "
-                + ("all have the same label or anchor" if in_batch else "in_batch_negatives is false")
-                + ". Mine some with `mote mine`, or use other labels with `pairs: label_text`"
+                f"The rows of {name!r} have no negatives: {problem}. Mine some with `mote mine`, or use other labels "
+                "with `pairs: label_text`"
             )
     column_tasks = {column: anchor if column == "anchor" else positive for column in text_columns}
     sources = {source: len(table) for source, table in tables.items()}
@@ -299,13 +299,11 @@ def _paired_with_label(dataset: DatasetRows, seed: str) -> list[Example]:
     texts = {label: given.get(label, label) for label in labels}
     ordered = sorted(set(texts.values()))
     count = DEFAULT_NEGATIVES if dataset.settings.negatives is None else dataset.settings.negatives
-    rng, places, pairs = random.Random(seed), {text: place for place, text in enumerate(ordered)}, []
+    rng, pairs = random.Random(seed), []
     for row in dataset.rows:
         own = texts[str(row.label)]
-        # Places among all texts but the row's own.
-        drawn = rng.sample(range(len(ordered) - 1), min(count, len(ordered) - 1))
-        others = tuple(ordered[place + (place >= places[own])] for place in drawn)
-        pairs.append(row._replace(positives=(own,), negatives=others))
+        others = [text for text in ordered if text != own]
+        pairs.append(row._replace(positives=(own,), negatives=tuple(rng.sample(others, min(count, len(others))))))
     return pairs
 
 
