@@ -55,7 +55,6 @@ class TrainingSet:
         label_type: Content of `label`. `pairs`: ids of the row's texts, and of the group whose rows are not negatives
             of each other; if blended, also the number of the row's part. `scored`: a score. `labelled`: the id of a
             label. `embeddings`: the teacher's embeddings.
-        sources: Dataset → number of its rows.
         instruction: Instruction of the anchors, and of other columns of their task, in place of the task's.
         parts: If blended, the training set of each dataset.
     """
@@ -66,7 +65,6 @@ class TrainingSet:
     rows: Dataset
     column_tasks: dict[str, str]
     label_type: LabelType
-    sources: dict[str, int]
     instruction: str | None = None
     parts: list["TrainingSet"] = field(default_factory=list)
 
@@ -202,8 +200,7 @@ def _training_set(
                 "with `pairs: label_text`"
             )
     column_tasks = {column: anchor if column == "anchor" else positive for column in text_columns}
-    sources = {source: len(table) for source, table in tables.items()}
-    return TrainingSet(name, first.task_name, task, rows, column_tasks, first.label_type, sources, first.instruction)
+    return TrainingSet(name, first.task_name, task, rows, column_tasks, first.label_type, first.instruction)
 
 
 def _warn_of_rare_rows(parts: list[TrainingSet], batch_size: int) -> None:
@@ -233,9 +230,7 @@ def _blended(parts: list[TrainingSet]) -> TrainingSet:
         padding = np.zeros((len(ids), len(columns) - len(part.column_tasks)), dtype=ids.dtype)
         labels = np.hstack([ids[:, :-1], padding, ids[:, -1:], np.full((len(ids), 1), number)])
         tables.append(_dataset(texts, pyarrow.array(labels.tolist(), pyarrow.list_(pyarrow.int64()))))
-    sources = {name: count for part in parts for name, count in part.sources.items()}
-    rows = concatenate_datasets(tables)
-    return TrainingSet(BLENDED, BLENDED, parts[0].settings, rows, {}, "pairs", sources, parts=parts)
+    return TrainingSet(BLENDED, BLENDED, parts[0].settings, concatenate_datasets(tables), {}, "pairs", parts=parts)
 
 
 def _table(
