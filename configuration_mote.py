@@ -69,7 +69,7 @@ def require_known(name: object, known: Iterable[str], what: str) -> None:
         raise ValueError(f"Unknown {what} {name!r}." + alternatives(str(name), known))
 
 
-def _of_backbone(name: str, doc: str) -> property:
+def of_backbone(name: str, doc: str) -> property:
     """Make a property that reads and writes a setting of the backbone's config."""
     get = attrgetter(f"backbone_config.{name}")
     return property(get, lambda config, value: setattr(config.backbone_config, name, value), doc=doc)
@@ -129,10 +129,10 @@ class MoTEConfig(PreTrainedConfig):
     shared_modules: list[str] | None = None
 
     # What readers of a config expect of any text encoder.
-    hidden_size = _of_backbone("hidden_size", "Width of the embeddings.")
-    num_hidden_layers = _of_backbone("num_hidden_layers", "Number of blocks, with and without experts.")
-    max_position_embeddings = _of_backbone("max_position_embeddings", "Longest sequence, in tokens.")
-    vocab_size = _of_backbone("vocab_size", "Number of token embeddings.")
+    hidden_size = of_backbone("hidden_size", "Width of the embeddings.")
+    num_hidden_layers = of_backbone("num_hidden_layers", "Number of blocks, with and without experts.")
+    max_position_embeddings = of_backbone("max_position_embeddings", "Longest sequence, in tokens.")
+    vocab_size = of_backbone("vocab_size", "Number of token embeddings.")
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Fill in the defaults, and validate."""

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from .architectures_mote import architecture_of
-from .configuration_mote import MoTEConfig
+from .configuration_mote import MoTEConfig, of_backbone
 from .modeling_mote import MoTEModel
 from .token_routing_mote import (
     FeedForwardExperts,
@@ -41,14 +41,7 @@ class HierarchicalMoTEConfig(MoTEConfig):
     model_type = "mote_hierarchical"
     sub_configs: ClassVar[dict[str, Any]] = {"backbone_config": TokenRoutedConfig}
 
-    @property
-    def router_aux_loss_coef(self) -> float:
-        """Factor of the load-balancing loss, a setting of `backbone_config`."""
-        return self.backbone_config.router_aux_loss_coef
-
-    @router_aux_loss_coef.setter
-    def router_aux_loss_coef(self, value: float) -> None:
-        self.backbone_config.router_aux_loss_coef = value
+    router_aux_loss_coef = of_backbone("router_aux_loss_coef", "Factor of the load-balancing loss.")
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Fill in the defaults and validate."""
