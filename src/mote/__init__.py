@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from mote.inference.loading import load, load_encoder
     from mote.inference.offloading import offload, restore
     from mote.inference.runtimes import load_exported
-    from mote.inference.searching import HybridIndex
     from mote.lengthening import lengthen
     from mote.remote.configuration_mote import MoTEConfig
     from mote.remote.modeling_mote import MoTEModel
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Analysis",
     "Evaluation",
-    "HybridIndex",
     "MemoryEstimate",
     "MoTEConfig",
     "MoTEModel",
@@ -91,7 +89,6 @@ _MODULES = {
     "instruction_with": "mote.checkpoints.definitions",
     "lengthen": "mote.lengthening",
     **dict.fromkeys(["load", "load_encoder"], "mote.inference.loading"),
-    "HybridIndex": "mote.inference.searching",
     "load_exported": "mote.inference.runtimes",
     **dict.fromkeys(["offload", "restore"], "mote.inference.offloading"),
     "model_meta": "mote.evaluation.metadata",

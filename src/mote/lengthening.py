@@ -75,13 +75,6 @@ def lengthen(
 
     Returns:
         The folder.
-
-    Raises:
-        FileNotFoundError: If the source does not exist or has no weights.
-        FileExistsError: If `out` is in use.
-        OSError: If its disk is too small.
-        ValueError: If the source has another architecture.
-        PermissionError: If the Hub refuses the push.
     """
     options = options or WriteOptions()
     source = open_checkpoint(str(src), revision)

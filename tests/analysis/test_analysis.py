@@ -543,7 +543,7 @@ def test_errors_of_the_command_are_one_line(
     edit_json(shallow / "config.json", num_hidden_layers=9)
     (dense / "model.safetensors").write_bytes(b"nothing")
     for words, message in (
-        ([str(fresh_folder), "--device", "tpu"], "error: There is no device 'tpu' here. Available: cpu"),
+        ([str(fresh_folder), "--device", "tpu"], "error: There is no device 'tpu' here"),
         ([str(fresh_folder), "--out", str(tmp_path / "file")], f"error: [Errno 17] File exists: '{tmp_path / 'file'}'"),
         ([str(cut)], f"error: {cut} does not load in Sentence-Transformers: "),
         ([str(dense)], f"error: {dense} does not load in Sentence-Transformers: "),

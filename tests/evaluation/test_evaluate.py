@@ -400,7 +400,7 @@ def test_an_interrupted_run_with_overwrite_leaves_no_earlier_scores(
             ["--data", "DATA", "--reference", "gpt"],
             "The reference gpt is not one of the models. Available: 'small-encoder'",
         ),
-        (["--data", "DATA", "--device", "cuda:99"], "There is no device 'cuda:99' here. Available: cpu"),
+        (["--data", "DATA", "--device", "cuda:99"], "There is no device 'cuda:99' here"),
         (["--data", "DATA", "--dtype", "int3"], 'Invalid value "int3" for --dtype. Choose from: "float32"'),
         (["--data", "DATA", "--limit", "0"], "greater than or equal to 1"),
     ],

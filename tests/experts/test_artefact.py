@@ -130,18 +130,11 @@ def test_an_expert_without_an_instruction_stays_without_one(dense: Path, tmp_pat
     assert config.instruction_of("search_document") == config.instruction_of("document") == ""
 
 
-def test_tasks_that_another_expert_has_stay_there(
-    tiny_mote: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tasks_that_another_expert_has_stay_there(tiny_mote: Path, tmp_path: Path) -> None:
     files = extract(str(tiny_mote), "classification", tmp_path / "files")
-    caplog.set_level("INFO", "mote")
     out = add(tiny_mote, files, tmp_path / "out", name="second", instruction="2: ", tasks=["sts"])
     tasks = MoTEModel.from_pretrained(out).config.tasks
     assert (tasks["sts"], tasks["summarization"]) == ("second", "classification")
-    assert (
-        "The task summarization stays with classification: `--task summarization` assigns it to second"
-        in caplog.messages
-    )
     with pytest.raises(ValueError, match=r"instruction 'classification: ' .* already stands for"):
         add(tiny_mote, files, tmp_path / "twice", name="third")
     assert not (tmp_path / "twice").exists()

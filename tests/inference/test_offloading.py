@@ -100,6 +100,9 @@ def test_restored_is_as_before(to: str, tmp_path: Path) -> None:
     mote.restore(model)  # once more changes nothing
     mote.offload(model, to, keep=4)
     assert model.offloading.on_device == FOUR
+    mote.offload(model, to)  # with other settings
+    assert_same(outputs(model, FOUR), outputs(expected, FOUR))
+    assert experts_in(model) == 1
 
 
 def test_frozen_experts_come_back_frozen(tmp_path: Path) -> None:
@@ -277,10 +280,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="token-routed"):
         mote.offload(TokenRoutedModel(TokenRoutedConfig(backbone_config=whole.config.backbone_config)), "disk")
     model = offloaded(tmp_path)
-    verbs = [VERBS[name] for name in ("add", "merge", "remove", "rename", "weights")]
-    for verb in (*verbs, lambda model: mote.offload(model, "disk")):
+    for name in ("add", "merge", "remove", "rename", "weights"):
         with pytest.raises(ValueError, match=r"mote\.restore"):
-            verb(model)
+            VERBS[name](model)
 
 
 PEAK = """

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import sentence_transformers
 import torch
@@ -25,7 +24,7 @@ from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 from transformers import AutoModel, AutoModelForMaskedLM
 
-from mote import HybridIndex, configure, experts, plan_upcycling, transform, upcycle
+from mote import configure, experts, plan_upcycling, transform, upcycle
 from mote.checkpoints.st_settings import SPARSE_POOLING, Module, Pipeline
 from mote.inference.loading import load_encoder
 from mote.remote.sparse_pooling_mote import HighestLogits, SparsePooling
@@ -348,29 +347,6 @@ def test_scores_are_dense_plus_weight_times_sparse(hybrids: dict[str, Path], tmp
     assert "sparse_pooling_mote.py" in files_in(tmp_path / "saved")
     with pytest.raises(ValueError, match="retrieval must be 'hybrid', 'dense' or 'sparse', got 'both'"):
         model.encode_query(TEXTS, retrieval="both")
-
-
-@pytest.mark.parametrize("weight", [0.0, 1.0, 30.0])
-def test_search_finds_what_scoring_every_document_finds(
-    weight: float, hybrids: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("faiss")
-    model = trusted_sparse(hybrids["embeddings"])
-    rng = np.random.default_rng(0)
-    documents = ["".join(rng.choice([*"abcdefgh "], 12)) + str(i % 7) for i in range(300)]
-    queries = ["".join(rng.choice([*"abcdefgh "], 8)) for _ in range(5)]
-    index = HybridIndex(model)
-    index.add(documents[:120], batch_size=64)
-    index.add(documents[120:], batch_size=64)
-    assert len(index) == 300
-    scores, numbers = index.search(queries, top_k=7, weight=weight)
-    whole = model.similarity(
-        model.encode_query(queries, weight=weight), model.encode_document(documents, weight=weight, batch_size=64)
-    ).numpy()
-    assert np.allclose(scores, np.sort(whole, axis=1)[:, ::-1][:, :7], atol=1e-4)
-    assert np.allclose(np.take_along_axis(whole, numbers, axis=1), scores, atol=1e-4)
-    assert index.search([], top_k=3)[0].shape == (0, 3)
-    assert index.search(queries[:1], top_k=1000)[0].shape == (1, 300)
 
 
 @pytest.mark.slow

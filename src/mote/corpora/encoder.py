@@ -100,9 +100,11 @@ class Encoder:
     def _in_memory(self, embeddings: Any) -> Any:
         if not self.sparse:
             return np.asarray(embeddings, dtype=np.float32)
-        from mote.inference.searching import rows_of
+        from scipy.sparse import csr_matrix
 
-        return rows_of(embeddings.cpu())
+        vectors = embeddings.cpu().coalesce()
+        numbers = vectors.values().float().numpy(), vectors.indices().numpy()
+        return csr_matrix(numbers, shape=tuple(vectors.shape))
 
     def close(self) -> None:
         """End the processes."""

@@ -106,12 +106,6 @@ def extract(
 
     Returns:
         The folder.
-
-    Raises:
-        FileNotFoundError: If the source does not exist or has no weights.
-        FileExistsError: If `out` is in use.
-        ValueError: If the source is not a task MoTE, has no such expert, or has compressed experts.
-        PermissionError: If the Hub refuses the push.
     """
     options, out = options or WriteOptions(), Path(out)
     source = open_mote(src, revision)
@@ -189,10 +183,6 @@ def list_experts(src: str, *, revision: str | None = None) -> ExpertList:
     Args:
         src: A MoTE: a folder or an id on the Hub.
         revision: Branch, tag or commit of a source on the Hub.
-
-    Raises:
-        FileNotFoundError: If the source does not exist or has no weights.
-        ValueError: If it is not a task MoTE.
     """
     source = open_mote(src, revision)
     config = source.config

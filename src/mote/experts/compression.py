@@ -7,11 +7,12 @@ import torch
 from mote.checkpoints.tensors import without_head
 from mote.checkpoints.transform import Verb
 from mote.experts.checks import require_mergeable
-from mote.experts.exporting import dequantized_state_dict, export
+from mote.experts.exporting import export
 from mote.remote.architectures_mote import architecture_of
 from mote.remote.compression_mote import CompressedConfig, CompressedModel, compress_block
 from mote.remote.configuration_mote import MoTEConfig
 from mote.remote.modeling_mote import MoTEModel
+from mote.reporting import megabytes
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +28,6 @@ def compress(model: MoTEModel, *, rank: int | None = None, bits: int | None = No
 
     Returns:
         A new model, whose config holds the compression.
-
-    Raises:
-        ValueError: Unless exactly one of `rank` and `bits` is given, and in range; if experts are not loaded, cannot be
-            read (see `add`), are token-routed, or hold non-finite weights.
     """
     require_mergeable(model)
     for key, weight in (named for block in model.blocks for named in block.experts.named_parameters()):
@@ -52,14 +49,7 @@ def compress(model: MoTEModel, *, rank: int | None = None, bits: int | None = No
     config.backbone_config = compressed.backbone.config
     compressed.config = config
     before, after = expert_bytes(model), expert_bytes(compressed)
-    logger.info(
-        "Experts as %s: %.1f MB → %.1f MB (%.0f%%), relative error of their matrices %.2e",
-        compressed.config.compression,
-        before / 1e6,
-        after / 1e6,
-        100 * after / before,
-        relative_error(model, compressed),
-    )
+    logger.info("Experts as %s: %s → %s", compressed.config.compression, megabytes(before), megabytes(after))
     if after >= before:
         logger.warning("note: this takes no less memory than uncompressed experts: choose a lower rank, or --bits 8")
     moved: CompressedModel = compressed.to(model.device)  # type: ignore[arg-type]
@@ -73,16 +63,3 @@ def expert_bytes(model: MoTEModel) -> int:
     for block in model.blocks:
         weights += [weight for path, weight in block.shared.named_parameters() if not path.startswith(attention)]
     return sum(weight.nbytes for weight in weights)
-
-
-def relative_error(model: MoTEModel, compressed: MoTEModel) -> float:
-    """Compare the matrices of compressed experts with the original ones: relative Frobenius norm of the difference."""
-    lost = total = 0.0
-    before = model.state_dict()
-    for expert in compressed.config.experts:
-        after = dequantized_state_dict(compressed, expert)
-        for path in (path for path in after if f".experts.{expert}." in path and after[path].dim() == 2):
-            original = before[path].cpu().double()
-            lost += float((after[path].cpu().double() - original).square().sum())
-            total += float(original.square().sum())
-    return (lost / total) ** 0.5 if total else 0.0

@@ -50,13 +50,6 @@ def configure(
 
     Returns:
         The folder.
-
-    Raises:
-        FileNotFoundError: If the source does not exist or has no weights.
-        FileExistsError: If `out` is in use.
-        OSError: If the result cannot be written; nothing is left behind.
-        ValueError: If a task is unknown, an instruction belongs to another expert, or the source is on the Hub and
-            there is no `out`.
     """
     if instruction_pooling is not None:
         require_known(instruction_pooling, POOLED, INSTRUCTION_POOLING)

@@ -1,10 +1,10 @@
 """Single experts of a model in memory: add, remove, rename, read.
 
-The functions also work on a model loaded as remote code, whose classes are not the installed ones.
+They also work on a model loaded as remote code, whose classes are not the installed ones. What they refuse leaves the
+model unchanged: token-routed, compressed, quantised, offloaded or missing experts, adapters, invalid names.
 """
 
 import copy
-import logging
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,6 @@ from mote.remote.configuration_mote import PAPER_INSTRUCTIONS, MoTEConfig, requi
 
 if TYPE_CHECKING:
     from mote.remote.modeling_mote import MoTEModel
-
-logger = logging.getLogger(__name__)
 
 MEAN = "mean"  # of all experts, as the start of a new one
 
@@ -53,11 +51,6 @@ def add(
             expert.
         tasks: Additional tasks to assign to it, new ones or other experts'. An artefact brings its tasks, except those
             that the model already has.
-
-    Raises:
-        ValueError: If a name is taken or invalid, the start is unknown, does not fit or has another base, or the
-            model's experts cannot be edited (token-routed, compressed, quantised, offloaded, not loaded or with
-            adapters). The model is then unchanged.
     """
     require_editable(model, uncompressed=True)
     tasks = [tasks] if isinstance(tasks, str) else list(tasks)
@@ -84,10 +77,6 @@ def remove(model: "MoTEModel", name: str, *, tasks: Mapping[str, str | None] | N
         name: Name of the expert.
         tasks: New expert of each of its tasks; None, or an empty name, removes the task as well (one that every MoTE
             has, as `query`, then goes to its usual expert). Required for all its tasks but the one of its own name.
-
-    Raises:
-        ValueError: If there is no such expert, it is the last one, one of its tasks is not given, the default task
-            would be removed, or the experts cannot be edited, as in `add`. The model is then unchanged.
     """
     require_editable(model)
     names = _without_expert(model.config, name, tasks or {})
@@ -104,10 +93,6 @@ def rename(model: "MoTEModel", name: str, new_name: str) -> None:
         model: A MoTE in memory; changed in place.
         name: Current name.
         new_name: New name.
-
-    Raises:
-        ValueError: If there is no such expert, the new name is taken or invalid, or the experts cannot be edited, as in
-            `add`. The model is then unchanged.
     """
     require_editable(model)
     names = _with_new_name(model.config, name, new_name)
@@ -125,9 +110,6 @@ def weights(model: "MoTEModel", name: str) -> dict[str, torch.Tensor]:
 
     Returns:
         The model's own tensors, detached: `encoder.layer.0.output.dense.weight` → [H, I] and so on.
-
-    Raises:
-        ValueError: If there is no such expert, or the experts cannot be edited, as in `add`.
     """
     require_editable(model, uncompressed=True)
     require_known(name, model.config.available_experts, "expert")
@@ -175,26 +157,21 @@ def _names_of_artefact(
     config: MoTEConfig, artefact: ExpertArtefact, name: str, texts: dict[str, str], tasks: list[str]
 ) -> tuple[dict[str, str], list[str]]:
     """Return the instructions and tasks that an artefact brings into a model, possibly under another name."""
-    own = [task for task in artefact.tasks if task not in (artefact.name, name, *tasks)]
-    for task in own:
-        if task in config.tasks:
-            logger.info("The task %s stays with %s: `--task %s` assigns it to %s", task, config.tasks[task], task, name)
-    tasks = [*(task for task in own if task not in config.tasks), *tasks]
+    tasks = [*(task for task in artefact.tasks if task not in (artefact.name, *config.tasks)), *tasks]
     own_texts = {name if task == artefact.name else task: text for task, text in artefact.instructions.items()}
-    kept = {task: text for task, text in own_texts.items() if task == name or task in tasks}
+    kept = {task: text for task, text in own_texts.items() if task in (name, *tasks)}
     return {**kept, **texts}, tasks
 
 
 def _with_expert(config: MoTEConfig, name: str, texts: dict[str, str], tasks: list[str]) -> MoTEConfig:
     """Return the config with one more expert, validated."""
     paper = {name: PAPER_INSTRUCTIONS[name]} if name in PAPER_INSTRUCTIONS else {}
-    loaded = config.loaded_experts
     return _replaced(
         config,
+        [*config.available_experts, name],
         experts=[*config.experts, name],
         tasks={**config.tasks, **dict.fromkeys([name, *tasks], name)},
         instructions={**paper, **config.instructions, **texts},
-        loaded_experts=None if loaded is None else [*loaded, name],
     )
 
 
@@ -211,14 +188,12 @@ def _without_expert(config: MoTEConfig, name: str, moved: Mapping[str, str | Non
             f"`--task {missing[0]}=EXPERT`, or none (`--task {missing[0]}=`) to remove the task as well"
         )
     removed = [task for task in own if not moved.get(task)]
-    experts = [expert for expert in config.experts if expert != name]
-    loaded = None if config.loaded_experts is None else [other for other in config.loaded_experts if other != name]
     return _replaced(
         config,
-        experts=experts,
+        [expert for expert in config.available_experts if expert != name],
+        experts=[expert for expert in config.experts if expert != name],
         tasks={task: moved.get(task, expert) for task, expert in config.tasks.items() if task not in removed},
         instructions={task: text for task, text in config.instructions.items() if task not in removed},
-        loaded_experts=None if loaded == experts else loaded,
     )
 
 
@@ -233,14 +208,15 @@ def _with_new_name(config: MoTEConfig, name: str, new_name: str) -> MoTEConfig:
 
     return _replaced(
         config,
+        renamed(config.available_experts),
         experts=renamed(config.experts),
         tasks=dict(zip(renamed(config.tasks), renamed(config.tasks.values()), strict=True)),
         instructions=dict(zip(renamed(config.instructions), config.instructions.values(), strict=True)),
         default_task=new_name if config.default_task == name else config.default_task,
-        loaded_experts=None if config.loaded_experts is None else renamed(config.loaded_experts),
     )
 
 
-def _replaced(config: MoTEConfig, **names: Any) -> MoTEConfig:
+def _replaced(config: MoTEConfig, available: list[str], **names: Any) -> MoTEConfig:
     """Return a new config with other names, completed and validated like any new config."""
-    return type(config).from_dict({**config.to_dict(), **names})
+    loaded = None if available == names["experts"] else available
+    return type(config).from_dict({**config.to_dict(), **names, "loaded_experts": loaded})

@@ -47,10 +47,6 @@ def export(
     Returns:
         The native model, without a pooler. Its `last_hidden_state` equals, bit for bit, the MoTE's for this expert.
         Its weights are copies, so both models can be used and trained. Compressed weights are dequantized.
-
-    Raises:
-        ValueError: If there is no such expert, it is not loaded, or the model is token-routed, quantised or has
-            adapters; or if its family has no published format of its own, or one that cannot express a setting.
     """
     require_task_experts(model.config)
     require_plain_weights(model)

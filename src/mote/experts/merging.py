@@ -32,9 +32,6 @@ def average(model: "MoTEModel") -> PreTrainedModel:
 
     Returns:
         A model of the backbone's architecture, without a pooler. Blocks without experts are copied.
-
-    Raises:
-        ValueError: If the model is token-routed, compressed or quantised, lacks experts, or has adapters.
     """
     require_mergeable(model)
     experts = weights_by_expert(model.config, model.state_dict())
@@ -53,9 +50,6 @@ def interpolate(model: "MoTEModel", weight: float | Mapping[str, float]) -> "MoT
 
     Returns:
         A new model.
-
-    Raises:
-        ValueError: As `average`; if an expert is unknown or a weight is not from 0 to 1.
     """
     require_mergeable(model)
     shares = _interpolation_weights(model.config, weight)
@@ -87,9 +81,6 @@ def merge(
         name: Name of the new expert.
         instruction: As in `add`.
         tasks: As in `add`.
-
-    Raises:
-        ValueError: As `add`; or if a weight is not above 0.
     """
     require_editable(model, uncompressed=True)
     for expert, weight in experts.items():

@@ -29,10 +29,6 @@ def open_expert(src: str | Path, revision: str | None = None) -> ExpertArtefact 
     Args:
         src: A folder, or an id on the Hub, which is downloaded.
         revision: Branch, tag or commit on the Hub.
-
-    Raises:
-        FileNotFoundError: If the source does not exist, or is neither.
-        ValueError: If the architecture of the dense model is not supported.
     """
     folder, commit = Path(src), None
     if not folder.is_dir():

@@ -33,10 +33,6 @@ def load(
         offload: `"disk"` or `"cpu"`: at most `keep` experts are ever in memory, or on the device; see `offload`.
         keep: Number of experts on the device, with `offload`.
         **kwargs: Arguments of `from_pretrained`: `revision`, `dtype`, `device_map`, `attn_implementation` …
-
-    Raises:
-        ValueError: If weights are missing, left over, of another shape or unreadable, or an expert is unknown; or as
-            from `offload`.
     """
     from mote.checkpoints.reading import mote_class
     from mote.inference.offloading import check_settings, offload_others
@@ -72,25 +68,17 @@ def load_encoder(
             not read.
         dtype: Dtype of its weights. Default: the stored one.
         trust_remote_code: Whether to run the code in its repository or folder.
-
-    Raises:
-        ValueError: If it does not load, lacks weights, has untrusted code, cannot be offloaded, or is a sparse encoder.
     """
-    from sentence_transformers import SentenceTransformer
-
     if is_sparse_encoder(path, revision):
-        raise ValueError(
-            f"{path} is a sparse encoder, but dense vectors are needed here: `mote evaluate` scores it, "
-            "sentence_transformers.SparseEncoder(…, trust_remote_code=True) loads it"
-        )
+        raise ValueError(f"{path} is a sparse encoder, but dense vectors are needed here")
     settings: Any = {"revision": revision, "device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
     if offload is None:
-        return _load(SentenceTransformer, path, **settings)
+        return _load(path, sparse=False, **settings)
     from mote.inference.offloading import check_settings, offload_others
 
     config = _mote_config(path, revision=revision)
     check_settings(config, offload)
-    encoder = _load(SentenceTransformer, path, **settings, experts=config.available_experts[:keep])
+    encoder = _load(path, sparse=False, **settings, experts=config.available_experts[:keep])
     offload_others(encoder[0].model, config.loaded_experts, offload, keep)
     return encoder
 
@@ -105,14 +93,9 @@ def load_any_encoder(
         retrieval: Kind of vectors: `dense`, `sparse` or `hybrid`; a hybrid model gives all of them. Default: its own.
         revision: Branch, tag or commit on the Hub. Default: the newest.
         **settings: `device`, `dtype` and `trust_remote_code`, as in `load_encoder`.
-
-    Raises:
-        ValueError: As in `load_encoder`; or if it has no vectors of this kind.
     """
-    from sentence_transformers import SentenceTransformer, SparseEncoder
-
     sparse = is_sparse_encoder(path, revision)
-    encoder = _load(SparseEncoder if sparse else SentenceTransformer, path, revision=revision, **settings)
+    encoder = _load(path, sparse=sparse, revision=revision, **settings)
     if retrieval is not None and type(encoder[-1]).__name__ == "HybridPooling":
         encoder[-1].retrieval = retrieval
     elif retrieval not in (None, own := "sparse" if sparse else "dense"):
@@ -121,9 +104,9 @@ def load_any_encoder(
 
 
 def _load(
-    encoder_class: Any,
     path: str | os.PathLike,
     *,
+    sparse: bool,
     revision: str | None = None,
     device: str | None = None,
     dtype: str | None = None,
@@ -131,12 +114,14 @@ def _load(
     **model_kwargs: Any,
 ) -> Any:
     """Load a model of Sentence-Transformers, and check that it has all its weights."""
+    from sentence_transformers import SentenceTransformer, SparseEncoder
+
     if dtype:
         model_kwargs["dtype"] = dtype
     if device == "meta":
         model_kwargs["device_map"], device = "meta", None
     try:
-        encoder = encoder_class(
+        encoder = (SparseEncoder if sparse else SentenceTransformer)(
             os.fspath(path),
             device=device,
             revision=revision,
@@ -160,9 +145,6 @@ def require_all_weights(encoder: "SentenceTransformer | SparseEncoder", path: st
     Args:
         encoder: The model.
         path: Folder or id on the Hub that it was loaded from.
-
-    Raises:
-        ValueError: If weights are missing; those of a pooler, which Sentence-Transformers does not use, may be.
     """
     from transformers import PreTrainedModel
 
@@ -223,11 +205,7 @@ def _mote_config(path: str | os.PathLike, experts: Any = None, **kwargs: Any) ->
 
 
 def task_arguments(encoder: "SentenceTransformer | SparseEncoder", task: str) -> dict[str, Any]:
-    """Return the arguments of `encode` for a task of a MoTE, or the prompt of that name of another model.
-
-    Raises:
-        ValueError: If the model has neither, or has a role under another name.
-    """
+    """Return the arguments of `encode` for a task of a MoTE, or the prompt of that name of another model."""
     from mote.remote.configuration_mote import alternatives
 
     config: Any = getattr(encoder[0], "config", None)
@@ -247,11 +225,7 @@ def check_device(device: str | None) -> None:
     try:
         torch.empty(0, device=device or "cpu")
     except (RuntimeError, AssertionError) as error:
-        available = ["cpu"]
-        if torch.accelerator.is_available():
-            kind = torch.accelerator.current_accelerator()
-            available += [f"{kind}:{index}" for index in range(torch.accelerator.device_count())]
-        raise ValueError(f"There is no device {device!r} here. Available: {', '.join(available)}") from error
+        raise ValueError(f"There is no device {device!r} here: {first_line(error)}") from error
 
 
 def first_line(error: BaseException) -> str:

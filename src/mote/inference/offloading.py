@@ -5,10 +5,8 @@ weights into the slot of the least recently used one, so nothing is allocated or
 on the device. The `experts` of a block are those on the device, so that `.to()`, `.half()` and `parameters()` see only
 these.
 
-Accelerate's hooks do not fit. `AlignDevicesHook` (behind `cpu_offload`, `disk_offload`, `device_map`) copies the
-weights of a module before each of its calls and drops them right after: nothing is kept for the next text of the same
-task; under threads, the first to leave the module takes the weights from the others; and from disk, it opens the file
-and parses its header for each weight.
+Accelerate's hooks (`cpu_offload`, `disk_offload`, `device_map`) do not fit: they drop a module's weights after each of
+its calls, and under threads, the first to leave it takes them from the others.
 """
 
 import copy
@@ -36,6 +34,8 @@ _OVERRIDDEN = ("state_dict", "save_pretrained")  # methods of a model that need 
 def offload(model: "MoTEModel", to: str = "cpu", keep: int = 1) -> None:
     """Take all experts but `keep` off the device; each returns when a text of its task arrives.
 
+    A model whose experts are already offloaded is restored first.
+
     For inference: weights must not be trained, or otherwise changed, until `restore`. Do not call it while other
     threads call the model. `mote.load(path, offload=…)` starts in this state and never holds more in memory.
 
@@ -45,14 +45,9 @@ def offload(model: "MoTEModel", to: str = "cpu", keep: int = 1) -> None:
             safetensors files that the model was loaded from.
         keep: Number of experts on the device, at least 1, the most recently used ones. A call that needs another expert
             waits while all of these are in use.
-
-    Raises:
-        ValueError: If a setting is invalid, the model is token-routed, quantised, offloaded, on several devices or has
-            adapters, or its weights differ from those in its files (`"disk"`).
     """
-    if model.offloading is not None:
-        raise ValueError("Experts are already offloaded: call mote.restore(model) first")
     check_settings(model.config, to)
+    restore(model)
     _require_offloadable(model)
     weights = _weights_of_experts(model)
     if to == "cpu":

@@ -66,9 +66,6 @@ def convert(folder: Path, *, backend: str, quantize: str | None = None, texts: S
     Returns:
         `{"converted": …}`: settings, and the cosines between the embeddings of the runtime (in float32) and of the
         model in torch, both with the default prompt.
-
-    Raises:
-        ValueError: If the architecture cannot be converted, or the embeddings differ.
     """
     logger.info("Converting to %s …", FILES[backend])
     trusted = instruction_pooling_in(folder) != "included"  # its code was written by this package
@@ -204,18 +201,12 @@ def load_exported(
             `{"INFERENCE_PRECISION_HINT": "f32"}`.
         trust_remote_code: Whether to run the code in the folder; only models that leave instructions out of the pooling
             have any.
-
-    Raises:
-        FileNotFoundError: If the model does not exist or cannot be fetched, or was not exported for the backend.
-        ValueError: If the backend is unknown, or the model does not load.
     """
     require_known(backend, BACKENDS, "backend")
     folder = Path(path) if Path(path).is_dir() else hub.fetch(str(path), revision, ["*"])
     if backend == "torch":
         return load_encoder(folder, trust_remote_code=trust_remote_code)
     file = folder / FILES[backend]
-    if not file.is_file():
-        raise FileNotFoundError(f"{path} has no {FILES[backend]}: `mote export … --backend {backend}` writes it")
     encoder: Any = load_encoder(folder, device="cpu", trust_remote_code=trust_remote_code)
     config = encoder[0].model.config
     encoder[0].model = onnx_encoder(file, config) if backend == "onnx" else openvino_encoder(file, config, ov_config)

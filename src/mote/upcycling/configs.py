@@ -71,11 +71,7 @@ def as_published(options: UpcyclingOptions, source: Checkpoint) -> UpcyclingOpti
 
 
 def retrieval_of(options: UpcyclingOptions, source: Checkpoint) -> Retrieval:
-    """Return the vectors of the result: from the options, else from the source.
-
-    Raises:
-        ValueError: If the source cannot give the kind of vectors.
-    """
+    """Return the vectors of the result: from the options, else from the source."""
     own = retrieval_in(source.folder)
     wanted = wanted_retrieval(own, options.retrieval, options.sparse_from, options.max_active_dims)
     if wanted.kind == "dense" and own.kind != "dense":

@@ -10,9 +10,6 @@ def instructions_of(options: UpcyclingOptions, config: MoTEConfig, of_source: di
 
     The paper's instructions are not used together with definitions. A task that follows another one, as `query` follows
     `search_query`, has the instruction of that task.
-
-    Raises:
-        ValueError: If a task has both an instruction and a definition, or the template is invalid.
     """
     given = options.instruction_texts if options.instructions else dict.fromkeys(config.tasks, "")
     definitions = options.definitions
