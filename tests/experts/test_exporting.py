@@ -186,7 +186,7 @@ def test_the_command(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--quantize", "int8"], "quantize is for the backends 'onnx' and 'openvino'"),
         (
             ["--texts", str(SMALL_ENCODER.parent / "service/requirements.txt")],
-            "texts are for the backends 'onnx' and 'openvino'",
+            "texts are for the backends",
         ),
         (["--texts", "no-such-file.txt"], "No such file"),
     ],
