@@ -346,8 +346,6 @@ def test_models_in_memory_with_code_of_their_own(
     [
         (["--rank", "3"], 0, ""),
         (["--bits", "8"], 0, ""),
-        ([], 1, "Set either expert_rank or expert_bits=8"),
-        (["--rank", "2", "--bits", "8"], 1, "Set either expert_rank or expert_bits=8"),
         (["--rank", "99"], 1, "expert_rank must be from 1 to 16, the full rank of the experts' matrices, got 99"),
         (["--rank", "two"], 2, "two"),
     ],

@@ -45,8 +45,11 @@ def test_a_default_task_serves_callers_without_arguments(place: Path) -> None:
 
 
 def test_everything_that_names_the_settings_follows(place: Path) -> None:
+    text = "\n## Training Details\n\nThree epochs.\n"
+    (place / "README.md").write_text((place / "README.md").read_text() + text)
     path = mote.configure(place, default_task="sts", instructions={"clustering": "Topic: ", "sts": ""})
     assert path == place
+    assert text in (place / "README.md").read_text()
     config = read_json(place / "config.json")
     assert (config["default_task"], config["instructions"]["clustering"]) == ("sts", "Topic: ")
     prompts = read_json(place / "config_sentence_transformers.json")["prompts"]
@@ -79,25 +82,6 @@ def test_texts_that_may_not_pick_their_expert(place: Path) -> None:
     mote.configure(place, route_by_text=True)
     assert by_itself in (place / "README.md").read_text()
     assert (trusted(place).encode(text) == closed.encode(text, task="clustering")).all()
-
-
-def test_the_card_of_a_model_without_instructions(place: Path) -> None:
-    mote.configure(place, instructions=dict.fromkeys(read_json(place / "config.json")["instructions"], ""))
-    card = (place / "README.md").read_text()
-    assert "`prompt_name` picks the expert:" in card
-    assert "begins with an instruction" not in card
-
-
-def test_what_others_wrote_into_the_card_stays(fresh_folder: Path, tmp_path: Path) -> None:
-    place = shutil.copytree(fresh_folder, tmp_path / "small-mote")
-    card = (place / "README.md").read_text()
-    (place / "README.md").write_text(f"{card}\n## Training Details\n\nThree epochs.\n")
-    mote.configure(place, default_task="sts")
-    after = (place / "README.md").read_text()
-    assert "## Training Details\n\nThree epochs." in after
-    assert "Texts without a task: the task `sts`." in after
-    assert "upcycled from\n[small-encoder]" in after
-    assert "\nmote set small-mote --default-task sts --overwrite\n" in after
 
 
 def test_reworded_prompts_stay(place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,15 +11,13 @@ import pytest
 import torch
 from helpers.checkpoints import edit_json, files_in, read_json, trusted
 from helpers.families import all_families, batch, dense_model, fresh_mote, make_different, mote_config, trained_mote
-from helpers.on_disk import average, export, interpolate, last_hidden
+from helpers.on_disk import average, interpolate, last_hidden
 from helpers.paths import SMALL_ENCODER
 from helpers.processes import run_python
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer
 
 import mote
-from mote.checkpoints import writing
-from mote.checkpoints.provenance import read_steps
 from mote.cli import main
 from mote.remote.modeling_mote import MoTEModel
 
@@ -229,37 +227,7 @@ def test_the_interpolated_folder_is_a_whole_mote(trained_folder: Path, tmp_path:
         assert same == (expert != "clustering")
     card = (out / "README.md").read_text()
     assert "made by moving the experts towards their mean, of\n[small-mote]" in card
-    assert "Not trained yet" not in card
     assert "mote interpolate small-mote --weight clustering=0.5 --out out" in card
-
-
-@pytest.mark.parametrize(
-    ("verb", "settings", "made", "command"),
-    [
-        (average, {}, "the mean of the experts of", "mote average tiny-mote --out out"),
-        (
-            export,
-            {"expert": "clustering"},
-            "the expert `clustering` of",
-            "mote export tiny-mote --expert clustering --out out",
-        ),
-    ],
-)
-def test_the_record_and_the_card(
-    verb: Callable[..., Path], settings: dict[str, str], made: str, command: str, upcycled: Path, tmp_path: Path
-) -> None:
-    out = verb(upcycled, tmp_path / "out", **settings)
-    first, step = read_steps(out)
-    assert (first["step"], step["step"], step["command"]) == ("upcycle", command.split()[1], command)
-    assert list(step["settings"].values()) == list(settings.values())
-    assert set(step["versions"]) == {"python", "mote-embeddings", "torch", "transformers", "sentence-transformers"}
-    assert len(step["sources"][0]["weights"]["model.safetensors"]) == 64
-    card = (out / "README.md").read_text()
-    for word in (f"{made} [tiny-mote]", command):
-        assert word in card
-    for word in ("trust_remote_code", "custom_code", "On a CPU"):
-        assert word not in card
-    assert not [name for name in files_in(out) - {"model.safetensors"} if str(tmp_path) in (out / name).read_text()]
 
 
 def test_the_average_can_be_upcycled_again(trained: Path, tmp_path: Path) -> None:
@@ -278,15 +246,6 @@ def interpolated(source: Path, out: Path, words: list[str]) -> int:
     return main(["interpolate", str(source), "--out", str(out), *weights])
 
 
-def test_the_commands(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["average", str(trained), "--out", str(tmp_path / "a")]) == 0
-    assert f"Wrote {tmp_path / 'a'}" in capsys.readouterr().out
-    for words in (["0.5"], ["clustering=0.5", "search_query=1"]):
-        folder = tmp_path / words[0]
-        assert interpolated(trained, folder, words) == 0
-        assert MoTEModel.from_pretrained(folder).config.experts == EXPERTS
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -295,8 +254,6 @@ def test_the_commands(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         (["0.1", "clustering=0.2"], "expected one number"),
         (["clustering=0.1", "clustering=0.2"], "each name once"),
         (["clustering="], "expected NAME=NUMBER"),
-        (["7"], "is 7.0: expected a number from 0"),
-        (["clusterin=0.5"], "Unknown expert 'clusterin'. Did you mean 'clustering'?"),
     ],
 )
 def test_invalid_arguments(
@@ -328,29 +285,6 @@ def test_sources_that_are_refused(
             assert main([*command, str(source), "--out", str(tmp_path / out)]) == 1
             assert message in capsys.readouterr().err
             assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "c"}
-
-
-def test_what_may_be_overwritten(dense: Path, trained: Path, tmp_path: Path) -> None:
-    out = average(trained, tmp_path / "out")
-    average(trained, out, overwrite=True)  # a dense model that was made here
-    interpolate(trained, out, 0.5, overwrite=True)
-    average(trained, out, overwrite=True)  # a MoTE
-    assert files_in(out) == DENSE_FILES
-    with pytest.raises(FileExistsError, match="something other than a MoTE"):
-        average(trained, dense, overwrite=True)
-
-
-@pytest.mark.parametrize("step", ["write_sentence_transformer", "write_steps"])
-def test_nothing_is_left_half_written(
-    step: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(writing, step, fail)
-    with pytest.raises(OSError, match="could not be written, nothing was left behind: No space left"):
-        average(trained, tmp_path / "out")
-    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.processes
