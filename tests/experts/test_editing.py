@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 from helpers.checkpoints import trusted
-from helpers.families import all_families, assert_threads_agree, batch, fresh_mote, make_different, trained_mote
+from helpers.families import (
+    all_families,
+    assert_threads_agree,
+    batch,
+    dense_model,
+    fresh_mote,
+    make_different,
+    mote_config,
+    trained_mote,
+)
 from helpers.on_disk import VERBS, last_hidden
 from helpers.paths import SMALL_ENCODER
 from sentence_transformers import SentenceTransformer
@@ -121,6 +130,15 @@ def test_dtype_and_frozen_weights_are_kept(dtype: torch.dtype) -> None:
     model.train()
     mote.experts.add(model, "in_training", "free")
     assert all(block.experts["in_training"].training for block in model.blocks)
+
+
+def test_the_blocks_of_the_dense_model_as_an_expert() -> None:
+    dense = dense_model("bert")
+    model = make_different(MoTEModel(mote_config(dense), copy.deepcopy(dense)).eval())
+    blocks = {name: dense.state_dict()[name] for name in mote.experts.weights(model, "alpha")}
+    mote.experts.add(model, "source", blocks)
+    assert last_hidden(model, task="source").equal(last_hidden(dense))
+    assert not last_hidden(model, task="alpha").allclose(last_hidden(dense), atol=1e-3)
 
 
 def test_training_one_expert_leaves_its_origin_alone() -> None:

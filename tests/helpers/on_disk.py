@@ -12,8 +12,7 @@ import mote
 from mote import WriteOptions
 from mote.data.texts import read_texts
 from mote.experts import list_experts
-from mote.experts.artefact import ExpertArtefact
-from mote.experts.starts import open_word
+from mote.experts.artefact import ExpertArtefact, open_word
 from mote.inference.runtimes import convert
 
 # Each verb over a model of the experts alpha and beta, in memory.

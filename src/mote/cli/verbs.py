@@ -154,13 +154,12 @@ def add_expert(
 
     Args:
         src: MoTE: a folder, or an id on the Hub.
-        expert: Expert of SRC, 'mean', or an artefact or dense model: a folder, or an id on the Hub.
+        expert: Expert of SRC, 'mean', or an extracted expert: a folder, or an id on the Hub.
         name: Name of the new expert. Default: the extracted one's.
         instruction: Instruction in front of the new expert's texts.
         tasks: Additional tasks of the expert.
     """
-    from mote.experts.artefact import ExpertArtefact
-    from mote.experts.starts import open_word
+    from mote.experts.artefact import ExpertArtefact, open_word
 
     start = open_word(expert)
     name = name or (start.name if isinstance(start, ExpertArtefact) else None)
@@ -182,12 +181,12 @@ def merge_experts(
 
     Args:
         src: MoTE: a folder, or an id on the Hub.
-        experts: EXPERT[=WEIGHT], experts of SRC, artefacts or dense models; weights are scaled to sum to 1.
+        experts: EXPERT[=WEIGHT], experts of SRC or extracted ones; weights are scaled to sum to 1.
         name: Name of the new expert.
         instruction: Instruction in front of the new expert's texts.
         tasks: Additional tasks of the expert.
     """
-    from mote.experts.starts import open_word
+    from mote.experts.artefact import open_word
 
     opened_weights = {open_word(expert): weight for expert, weight in weights(experts, default=1.0).items()}
     transform(src, options, mote.experts.merge, opened_weights, name, instruction=instruction, tasks=tasks)

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mote.checkpoints.tensors import parameter_counts
-    from mote.experts.artefact import ExpertArtefact, ExpertList, extract, list_experts
+    from mote.experts.artefact import ExpertArtefact, ExpertList, extract, list_experts, open_expert
     from mote.experts.compression import compress
     from mote.experts.editing import add, remove, rename, weights
     from mote.experts.exporting import export
     from mote.experts.merging import average, interpolate, merge
-    from mote.experts.starts import open_expert
 
 __all__ = [
     "ExpertArtefact",
@@ -35,12 +34,13 @@ __all__ = [
 
 # Imported on first use: torch and transformers take seconds.
 _MODULES = {
-    **dict.fromkeys(["ExpertArtefact", "ExpertList", "extract", "list_experts"], "mote.experts.artefact"),
+    **dict.fromkeys(
+        ["ExpertArtefact", "ExpertList", "extract", "list_experts", "open_expert"], "mote.experts.artefact"
+    ),
     **dict.fromkeys(["add", "remove", "rename", "weights"], "mote.experts.editing"),
     **dict.fromkeys(["average", "interpolate", "merge"], "mote.experts.merging"),
     "compress": "mote.experts.compression",
     "export": "mote.experts.exporting",
-    "open_expert": "mote.experts.starts",
     "parameter_counts": "mote.checkpoints.tensors",
 }
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
@@ -88,6 +89,30 @@ class ExpertArtefact:
                 "experts were changed"
             )
         return load_file(self.folder / EXPERT_FILE)
+
+
+def open_expert(src: str | Path, revision: str | None = None) -> ExpertArtefact:
+    """Open an expert that was extracted; its weights are not read.
+
+    Args:
+        src: A folder, or an id on the Hub, which is downloaded.
+        revision: Branch, tag or commit on the Hub.
+    """
+    folder, commit = Path(src), None
+    if not folder.is_dir():
+        folder = hub.fetch(str(src), revision, [EXPERT_FILE])
+        commit = folder.name  # the cache names a snapshot after its commit
+    with safe_open(folder / EXPERT_FILE, framework="pt") as file:
+        description = json.loads(file.metadata()[HEADER])
+    return ExpertArtefact(str(src), folder, commit, **description)
+
+
+def open_word(word: str) -> str | ExpertArtefact:
+    """Open the extracted expert that a command-line word names: a folder of one, or a path or id with a slash.
+
+    Any other word, the name of an expert, is returned unchanged.
+    """
+    return open_expert(word) if "/" in word or (Path(word) / EXPERT_FILE).is_file() else word
 
 
 def extract(

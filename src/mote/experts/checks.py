@@ -58,15 +58,12 @@ def require_editable(model: "MoTEModel", *, uncompressed: bool = False) -> None:
         raise ValueError("Offloaded experts cannot be edited or read one by one: call mote.restore(model) first")
 
 
-def require_same_shapes(
-    given: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], problem: str, remedy: str = ""
-) -> None:
-    """Raise `ValueError` if weights are missing, unknown or of another shape; the message names one of them."""
-    ours = {name: tuple(weight.shape) for name, weight in expected.items()}
-    theirs = {name: tuple(weight.shape) for name, weight in given.items()}
+def require_same_shapes(given: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """Raise `ValueError` if weights of an expert are missing, unknown or of another shape; it names one of them."""
+    ours, theirs = ({name: tuple(weight.shape) for name, weight in one.items()} for one in (expected, given))
     wrong = sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name))
     if wrong:
         raise ValueError(
-            f"{problem}: {len(wrong)} weights are missing, unknown or of another shape, such as {wrong[0]!r} "
-            f"({theirs.get(wrong[0], 'missing')}, expected {ours.get(wrong[0], 'none')}){remedy}"
+            f"The weights do not fit: {len(wrong)} are missing, unknown or of another shape, such as {wrong[0]!r} "
+            f"({theirs.get(wrong[0], 'missing')}, expected {ours.get(wrong[0], 'none')})"
         )

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from mote.checkpoints.reading import Checkpoint
 from mote.checkpoints.transform import Verb
 from mote.experts.artefact import ExpertArtefact
 from mote.experts.blocks import mean_of_experts, set_experts, weights_by_expert
 from mote.experts.checks import require_editable, require_same_shapes
-from mote.experts.starts import weights_of_blocks
 from mote.remote.architectures_mote import architecture_of
 from mote.remote.configuration_mote import PAPER_INSTRUCTIONS, MoTEConfig, require_known
 
@@ -30,7 +28,7 @@ MEAN = "mean"  # of all experts, as the start of a new one
 def add(
     model: "MoTEModel",
     name: str,
-    start: str | ExpertArtefact | Checkpoint | Mapping[str, torch.Tensor] = MEAN,
+    start: str | ExpertArtefact | Mapping[str, torch.Tensor] = MEAN,
     *,
     instruction: str | Mapping[str, str] | None = None,
     tasks: str | Iterable[str] = (),
@@ -44,8 +42,8 @@ def add(
         model: A MoTE in memory; changed in place.
         name: Name of the expert.
         start: Its initial weights: those of an expert, the `"mean"` of all experts (unless an expert has that name),
-            an extracted expert or a dense model (from `open_expert`), or the weights themselves, as `weights` returns
-            them.
+            an extracted expert (from `open_expert`), or the weights themselves, under their names in the dense model,
+            as `weights` returns them.
         instruction: Text in front of its inputs; or task → text, if its tasks differ. Default: the artefact's, also if
             it has none; else the config's for that task, else the paper's, else none, so that only `task=` selects the
             expert.
@@ -61,7 +59,7 @@ def add(
     available = model.config.available_experts
     like = start if isinstance(start, str) and start in available else available[0]
     new_weights = weights_of(model, start)
-    require_same_shapes(new_weights, weights(model, like), "The weights do not fit")
+    require_same_shapes(new_weights, weights(model, like))
     copies = _copies(model, like, new_weights)
     for block, expert in zip(model.blocks, copies, strict=True):
         set_experts(block, {**dict(block.experts.items()), name: expert})
@@ -117,13 +115,11 @@ def weights(model: "MoTEModel", name: str) -> dict[str, torch.Tensor]:
 
 
 def weights_of(
-    model: "MoTEModel", start: str | ExpertArtefact | Checkpoint | Mapping[str, torch.Tensor]
+    model: "MoTEModel", start: str | ExpertArtefact | Mapping[str, torch.Tensor]
 ) -> Mapping[str, torch.Tensor]:
     """Return the weights that `start` stands for in `add`, under their names in the dense model."""
     if isinstance(start, ExpertArtefact):
         return start.weights_for(model)
-    if isinstance(start, Checkpoint):
-        return weights_of_blocks(start, model)
     if not isinstance(start, str):
         return start
     if start == MEAN and MEAN not in model.config.experts:

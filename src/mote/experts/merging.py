@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
-from mote.checkpoints.reading import Checkpoint
 from mote.checkpoints.transform import Verb
 from mote.experts import editing
 from mote.experts.artefact import ExpertArtefact
@@ -66,7 +65,7 @@ def interpolate(model: "MoTEModel", weight: float | Mapping[str, float]) -> "MoT
 @Verb("experts merge", "made by merging {experts} into the expert `{name}`, of", positional=("experts",))
 def merge(
     model: "MoTEModel",
-    experts: Mapping[str | ExpertArtefact | Checkpoint, float],
+    experts: Mapping[str | ExpertArtefact, float],
     name: str,
     *,
     instruction: str | Mapping[str, str] | None = None,
@@ -76,8 +75,8 @@ def merge(
 
     Args:
         model: A MoTE in memory; changed in place.
-        experts: Expert, or an extracted one or dense model (from `open_expert`) → its weight in the mean, above 0.
-            Weights are scaled to sum to 1.
+        experts: Expert, or an extracted one (from `open_expert`) → its weight in the mean, above 0. Weights are scaled
+            to sum to 1.
         name: Name of the new expert.
         instruction: As in `add`.
         tasks: As in `add`.
@@ -98,7 +97,7 @@ def _interpolation_weights(config: MoTEConfig, weight: float | Mapping[str, floa
     return {name: float(named.get(name, 0.0)) for name in config.experts}
 
 
-def _require_weight(valid: bool, expert: str | ExpertArtefact | Checkpoint, weight: float, expected: str) -> None:
+def _require_weight(valid: bool, expert: str | ExpertArtefact, weight: float, expected: str) -> None:
     if not valid:
         name = expert if isinstance(expert, str) else expert.public_name
         raise ValueError(f"The weight of {name!r} is {weight}: expected {expected}")
