@@ -48,6 +48,10 @@ def refuse_unused(options: UpcyclingOptions, source: Checkpoint, pooling: str, r
             unused["pooling"] = f"pooling by {pooling!r} makes dense vectors, but the retrieval is {retrieval.kind}"
     fixed, why = _FIXED.get(_kind_of(source), ((), ""))
     unused |= dict.fromkeys(fixed, f"{source.name} {why}")
+    if source.format == "nomic_moe":
+        without_head = ("with_head", "retrieval") if retrieval.needs_head else ("with_head",)
+        no_head = f"{source.name} has no head for masked language modelling; `--sparse-from embeddings` needs none"
+        unused |= dict.fromkeys(without_head, no_head)
     for name in options.changed():
         if name in unused:
             raise ValueError(f"{name} cannot be chosen, {unused[name]}")

@@ -113,11 +113,6 @@ def plan_upcycling(
     if options.instruction_pooling is not None:
         require_poolable(options.instruction_pooling, retrieval.kind)
     with_head = options.with_head or retrieval.needs_head
-    if with_head and source.format == "nomic_moe":
-        raise ValueError(
-            f"{source.name} has no head for masked language modelling: leave out `--with-head`, or add "
-            "`--sparse-from embeddings`"
-        )
     prompts = st.source_prompts(source)
     config = config_of(options, source, str(options.pooling or st.source_pooling(source)))
     of_source = instructions_from(prompts, config)
