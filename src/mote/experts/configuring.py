@@ -53,7 +53,7 @@ def configure(
     """
     if instruction_pooling is not None:
         require_known(instruction_pooling, POOLED, INSTRUCTION_POOLING)
-    of_config = {
+    changes = {
         "default_task": default_task,
         "route_by_text": route_by_text,
         "tasks": tasks,
@@ -73,7 +73,7 @@ def configure(
         src,
         out,
         _set,
-        **{name: value for name, value in of_config.items() if value is not None},
+        **{name: value for name, value in changes.items() if value is not None},
         revision=revision,
         options=options.updated(overwrite=True) if out is None else options,
         after=write_others,
@@ -82,24 +82,14 @@ def configure(
 
 
 @Verb("set", "made by changing settings of", same_model=True)
-def _set(
-    model: "MoTEModel",
-    default_task: str | None = None,
-    route_by_text: bool | None = None,
-    tasks: Mapping[str, str] | None = None,
-    instructions: Mapping[str, str] | None = None,
-) -> None:
+def _set(model: "MoTEModel", **changes: Any) -> None:
     config = model.config
-    changes: dict[str, Any] = {
-        "tasks": {**config.tasks, **(tasks or {})},
-        "instructions": {**config.instructions, **(instructions or {})},
-    }
-    if default_task is not None:
-        changes["default_task"] = None if default_task == NO_DEFAULT else default_task
-    if route_by_text is not None:
-        changes["route_by_text"] = route_by_text
+    for name in changes.keys() & {"tasks", "instructions"}:
+        changes[name] = {**getattr(config, name), **changes[name]}
+    if changes.get("default_task") == NO_DEFAULT:
+        changes["default_task"] = None
     valid = type(config).from_dict({**config.to_dict(), **changes})
     if changes.get("default_task") is not None:
         valid.expert_of(valid.default_task)  # an error if that expert is not in the folder
-    for name in changes:
+    for name in ("tasks", "instructions", "default_task", "route_by_text"):
         setattr(config, name, getattr(valid, name))

@@ -14,7 +14,7 @@ from mote.experts.artefact import ExpertArtefact
 from mote.experts.blocks import mean, mean_of_experts, weights_by_expert
 from mote.experts.checks import require_editable, require_mergeable
 from mote.experts.exporting import native_model
-from mote.remote.configuration_mote import MoTEConfig, require_known
+from mote.remote.configuration_mote import require_known
 
 if TYPE_CHECKING:
     from mote.remote.modeling_mote import MoTEModel
@@ -51,14 +51,17 @@ def interpolate(model: "MoTEModel", weight: float | Mapping[str, float]) -> "MoT
         A new model.
     """
     require_mergeable(model)
-    shares = _interpolation_weights(model.config, weight)
+    shares = weight if isinstance(weight, Mapping) else dict.fromkeys(model.config.experts, weight)
+    for name, share in shares.items():
+        require_known(name, model.config.experts, "expert")
+        _require_weight(0 <= share <= 1, name, share, "a number from 0 (unchanged) to 1 (the mean)")
     interpolated = copy.deepcopy(model)
     parts = weights_by_expert(model.config, interpolated.state_dict())  # a state dict holds the model's own tensors
     experts = {name: parts[name] for name in model.config.experts}
     for key in experts[model.config.experts[0]]:
         center = mean([weights[key] for weights in experts.values()])
         for name, weights in experts.items():
-            weights[key].copy_(torch.lerp(weights[key].to(center), center, shares[name]))
+            weights[key].copy_(torch.lerp(weights[key].to(center), center, shares.get(name, 0)))
     return interpolated
 
 
@@ -87,14 +90,6 @@ def merge(
     parts = [editing.weights_of(model, one) for one in experts]
     merged = mean_of_experts(parts, list(experts.values()))
     editing.add(model, name, merged, instruction=instruction, tasks=tasks)
-
-
-def _interpolation_weights(config: MoTEConfig, weight: float | Mapping[str, float]) -> dict[str, float]:
-    named = weight if isinstance(weight, Mapping) else dict.fromkeys(config.experts, weight)
-    for name, share in named.items():
-        require_known(name, config.experts, "expert")
-        _require_weight(0 <= share <= 1, name, share, "a number from 0 (unchanged) to 1 (the mean)")
-    return {name: float(named.get(name, 0.0)) for name in config.experts}
 
 
 def _require_weight(valid: bool, expert: str | ExpertArtefact, weight: float, expected: str) -> None:
