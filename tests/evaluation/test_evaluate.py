@@ -476,15 +476,3 @@ def test_code_of_a_folder_runs_only_if_it_is_trusted(
     assert not ran.exists()
     assert main([*command, "--trust-remote-code"]) == 0
     assert ran.exists()
-
-
-def test_without_mteb_the_command_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in [name for name in sys.modules if name.startswith("mote.evaluation.")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr(mote.evaluation, "evaluate", raising=False)
-    monkeypatch.setitem(sys.modules, "mteb", None)
-    assert main(["evaluate", str(SMALL_ENCODER), "--data", "x"]) == 1
-    message = 'pip install -e ".[evaluate]" in a clone, else pip install "mote-embeddings[evaluate]"'
-    assert message in capsys.readouterr().err

@@ -30,18 +30,12 @@ class Verb:
         function: `module:name` of its function, below `mote`.
         help: Its line in `mote --help`.
         extra: Extra of the package that it needs.
-        on_disk: Whether the function takes a model in memory, which `mote.transform` reads and writes.
-        report: Whether its result is printed.
-        settings: `module:name` of the function whose keyword arguments its `**settings` stand for.
         fixed: Parameters of the function that are not on the command line, and their values.
     """
 
     function: str
     help: str
     extra: str = ""
-    on_disk: bool = False
-    report: bool = False
-    settings: str = ""
     fixed: dict[str, str] = field(default_factory=dict)
 
 
@@ -62,26 +56,24 @@ VERBS = {
         "train",
         fixed={"function": "mote.training.pretraining:pretrain", "plan": "mote.training.pretraining:plan_pretraining"},
     ),
-    "evaluate": Verb("cli.verbs:evaluate", "Score models with MTEB.", "evaluate", report=True),
-    "analyze": Verb("cli.verbs:analyze", "Show how far experts have specialised.", "evaluate", report=True),
+    "evaluate": Verb("cli.verbs:evaluate", "Score models with MTEB.", "evaluate"),
+    "analyze": Verb("cli.verbs:analyze", "Show how far experts have specialised.", "evaluate"),
     "embed": Verb("corpora.embed:embed_corpus", "Embed a corpus into sharded parquet files.", "corpora"),
     "mine": Verb("corpora.mining:mine_negatives", "Mine hard negatives for datasets of pairs.", "corpora"),
     "filter": Verb("corpora.filtering:filter_pairs", "Drop the pairs that a model does not confirm.", "corpora"),
-    "average": Verb("experts:average", "Average the experts into a dense model.", on_disk=True),
-    "interpolate": Verb("experts:interpolate", "Move experts towards their mean.", on_disk=True),
+    "average": Verb("experts:average", "Average the experts into a dense model."),
+    "interpolate": Verb("experts:interpolate", "Move experts towards their mean."),
     "export": Verb("cli.verbs:export", "Write one expert as a dense model."),
-    "compress": Verb("experts:compress", "Make experts take less memory.", on_disk=True),
+    "compress": Verb("experts:compress", "Make experts take less memory."),
     "set": Verb("experts.configuring:configure", "Set default task, tasks of experts, instructions and routing."),
-    "memory": Verb(
-        "cli.verbs:memory", "Estimate the memory of training.", report=True, settings="training.memory:estimate_memory"
-    ),
+    "memory": Verb("training.memory:estimate_memory", "Estimate the memory of training."),
     "card": Verb("checkpoints.cards:write_card", "Rewrite a model's card."),
-    "experts list": Verb("experts:list_experts", "List the experts of a MoTE.", report=True),
+    "experts list": Verb("experts:list_experts", "List the experts of a MoTE."),
     "experts add": Verb("cli.verbs:add_expert", "Write a MoTE with one more expert."),
     "experts extract": Verb("experts:extract", "Write one expert into files of its own."),
     "experts merge": Verb("cli.verbs:merge_experts", "Write a MoTE with one more expert, the weighted mean of others."),
-    "experts remove": Verb("experts:remove", "Write a MoTE without one of its experts.", on_disk=True),
-    "experts rename": Verb("experts:rename", "Write a MoTE with an expert renamed.", on_disk=True),
+    "experts remove": Verb("experts:remove", "Write a MoTE without one of its experts."),
+    "experts rename": Verb("experts:rename", "Write a MoTE with an expert renamed."),
 }
 
 

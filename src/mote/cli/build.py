@@ -16,6 +16,7 @@ import mote
 from mote.checkpoints.options import WriteOptions
 from mote.cli import Verb
 from mote.integrations import extra
+from mote.reporting import Report
 from mote.settings import Settings, descriptions, documented, error_messages
 
 REQUIRED = inspect.Parameter.empty
@@ -56,11 +57,8 @@ def as_command(verb: Verb) -> Callable[..., Any]:
     """
     with extra(verb.extra):
         function = resolve_name(f"mote.{verb.function}")
-    function = on_disk(function) if verb.on_disk else function
+    function = on_disk(function) if hasattr(function, "verb") else function
     classes, parameters = _parameters(function)
-    if verb.settings:
-        _, others = _parameters(resolve_name(f"mote.{verb.settings}"))
-        parameters |= {name: one for name, one in others.items() if one.kind is one.KEYWORD_ONLY}
     parameters = {name: parameter for name, parameter in parameters.items() if name not in verb.fixed}
     signature = inspect.Signature(sorted(parameters.values(), key=lambda parameter: parameter.kind))
 
@@ -72,11 +70,8 @@ def as_command(verb: Verb) -> Callable[..., Any]:
             given[name] = _checked(kind, {field: given.pop(field) for field in kind.model_fields if field in given})
         with extra(verb.extra):
             result = function(**given, **verb.fixed)
-        if verb.report:
+        if isinstance(result, Report):
             show(result)
-            failed = result.failed() if hasattr(result, "failed") else None
-            if failed:
-                raise ValueError(f"{len(failed)} scores failed: {'; '.join(failed)}")
 
     command.__signature__ = signature  # type: ignore[attr-defined]
     _, *details = inspect.cleandoc(function.__doc__ or "").partition("\n\nArgs:")[0].split("\n\n")
@@ -85,7 +80,7 @@ def as_command(verb: Verb) -> Callable[..., Any]:
 
 
 def on_disk(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of `mote.experts` over a model in memory as one over a MoTE on disk."""
+    """Return a verb of `mote.experts`, a function over a model in memory, as a function over a MoTE on disk."""
     model, *others = inspect.signature(function).parameters.values()
     hints = get_type_hints(function, localns=TYPES)
     options = EditOptions if hints["return"] is type(None) else ResultOptions
@@ -98,8 +93,7 @@ def on_disk(function: Callable[..., Any]) -> Callable[..., Any]:
     named.append(inspect.Parameter("options", inspect.Parameter.KEYWORD_ONLY))
     apply.__signature__ = inspect.Signature([model.replace(name="src"), *arguments, *named])  # type: ignore[attr-defined]
     apply.__annotations__ = {**hints, "src": str, "options": options}
-    described = function.__doc__ or ""
-    apply.__doc__ = re.sub(rf" {model.name}: .*", " src: A MoTE: a folder, or an id on the Hub.", described)
+    apply.__doc__ = re.sub(" model: .*", " src: A MoTE: a folder, or an id on the Hub.", function.__doc__ or "")
     return apply
 
 

@@ -62,7 +62,7 @@ def run_recipe(
         show(f"{result}\nDry run: nothing was trained.")
 
 
-def evaluate(models: list[str], *, out: str | None = None, options: EvaluateOptions) -> Any:
+def evaluate(models: list[str], *, out: str | None = None, options: EvaluateOptions) -> None:
     """Score models with MTEB.
 
     The same command resumes an interrupted evaluation.
@@ -72,7 +72,11 @@ def evaluate(models: list[str], *, out: str | None = None, options: EvaluateOpti
         out: Folder for tables, scores and mteb's results.
     """
     _without_bars()
-    return mote.evaluate(models, out, options)
+    evaluation = mote.evaluate(models, out, options)
+    show(evaluation)
+    failed = evaluation.failed()
+    if failed:
+        raise ValueError(f"{len(failed)} scores failed: {'; '.join(failed)}")
 
 
 def analyze(models: list[str], *, out: str | None = None, options: AnalyzeOptions) -> Any:
@@ -86,21 +90,6 @@ def analyze(models: list[str], *, out: str | None = None, options: AnalyzeOption
     """
     _without_bars()
     return mote.analyze(models, out, options)
-
-
-def memory(src: str, *, revision: str | None = None, experts: list[str] | None = None, **settings: Any) -> Any:
-    """Estimate the memory of training.
-
-    The estimate is for a step of contrastive training with AdamW, on each GPU. No weights are read.
-
-    Args:
-        src: MoTE or dense model: a folder, or an id on the Hub.
-        revision: Branch, tag or commit of SRC on the Hub.
-        experts: Experts of the MoTE upcycled from a dense SRC.
-    """
-    from mote.training.memory import config_of
-
-    return mote.estimate_memory(config_of(src, revision, experts), **settings)
 
 
 def export(

@@ -197,10 +197,6 @@ class ExpertList(Report):
         listed = table(("expert", "parameters", "instruction", "tasks"), rows, align="lrll")
         return f"{listed}\n\nbase `{self.base_hash}`"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the list as JSON values."""
-        return {"base": self.base_hash, "default_task": self.default_task, "experts": self.experts}
-
 
 def list_experts(src: str, *, revision: str | None = None) -> ExpertList:
     """List the experts of a MoTE, what they are for, and the hash of their base.

@@ -54,8 +54,9 @@ class MemoryEstimate(Report):
 
 
 def estimate_memory(
-    model: PreTrainedModel | PreTrainedConfig,
+    model: str | PreTrainedModel | PreTrainedConfig,
     *,
+    experts: list[str] | None = None,
     batch_size: int,
     length: int,
     mini_batch_size: int | None = None,
@@ -69,7 +70,8 @@ def estimate_memory(
     fragmentation. Dropout masks are counted in the type of the activations, though GPUs store one byte per element.
 
     Args:
-        model: A MoTE or a dense model, or its config.
+        model: A MoTE or a dense model: a folder, an id on the Hub, a model in memory, or its config.
+        experts: Experts of the MoTE that a dense model on disk is upcycled to.
         batch_size: Rows per step.
         length: Tokens per text.
         mini_batch_size: Rows per forward pass, with gradient caching. Default: no caching.
@@ -78,9 +80,12 @@ def estimate_memory(
         precision: Precision; `"bf16"` is autocast.
 
     Raises:
-        ValueError: If experts are token-routed.
+        FileNotFoundError: If the model does not exist.
+        ValueError: If experts are token-routed, or the architecture is not supported.
     """
     config: Any = model.config if isinstance(model, PreTrainedModel) else model
+    if isinstance(model, str):
+        config = config_of(model, experts)
     if token_routing(config) is not None:
         raise ValueError("The memory of a token-routed model depends on where the tokens go, and cannot be estimated")
     chunk = min(mini_batch_size or batch_size, batch_size)
@@ -98,14 +103,9 @@ def estimate_memory(
     )
 
 
-def config_of(src: str, revision: str | None = None, experts: list[str] | None = None) -> PreTrainedConfig:
-    """Read the config of a source, or of the MoTE with `experts` that a dense source is upcycled to.
-
-    Raises:
-        FileNotFoundError: If the source does not exist.
-        ValueError: If its architecture is not supported, or it already is a MoTE and `experts` are given.
-    """
-    config = open_checkpoint(src, revision).config
+def config_of(src: str, experts: list[str] | None = None) -> PreTrainedConfig:
+    """Read the config of a source, or of the MoTE with `experts` that a dense source is upcycled to."""
+    config = open_checkpoint(src).config
     if experts is None:
         return config
     if is_mote(config):
