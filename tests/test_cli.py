@@ -128,6 +128,7 @@ def test_unexpected_errors_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys:
     [
         (["train", "smoke"], "datasets", "train"),
         (["evaluate", "x", "--data", "y"], "mteb", "evaluate"),
+        (["analyze", "x"], "matplotlib", "evaluate"),
         (["embed", "x", "y", "--out", "z"], "pyarrow", "corpora"),
     ],
 )

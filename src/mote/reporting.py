@@ -46,18 +46,13 @@ def _cell(content: object) -> Text:
 
 
 class Report:
-    """A result that an interactive Python shell shows as text, and a notebook as Markdown."""
+    """A result that an interactive Python shell shows as `print` does, and a notebook as Markdown."""
 
     def __repr__(self) -> str:
-        """Show as `print` does."""
-        return str(self)
-
-    def to_markdown(self) -> str:
-        """Format as Markdown."""
         return str(self)
 
     def _repr_markdown_(self) -> str:
-        return self.to_markdown()
+        return str(self)
 
 
 def megabytes(size: int) -> str:

@@ -262,7 +262,7 @@ def test_a_fresh_mote_has_not_changed(fresh_folder: Path) -> None:
 
 
 def test_a_known_change_is_measured(upcycled: Path, dense: Path, tmp_path: Path) -> None:
-    folder = copied(upcycled, tmp_path / "changed")
+    folder = shutil.copytree(upcycled, tmp_path / "changed")
     weights = load_file(folder / "model.safetensors")
     layer, changed = "backbone.encoder.layer.1.", {}
     for expert, factor in (("clustering", 1.0), ("search_query", -2.0)):
@@ -289,15 +289,6 @@ def test_a_known_change_is_measured(upcycled: Path, dense: Path, tmp_path: Path)
     assert weight_change_of(str(folder), str(upcycled)).experts == change.experts
 
 
-def copied(source: Path, target: Path) -> Path:
-    """A copy to change."""
-    target.mkdir()
-    for path in source.iterdir():
-        if path.is_file():
-            (target / path.name).write_bytes(path.read_bytes())
-    return target
-
-
 def test_without_a_start_a_note_says_so(trained_folder: Path, tmp_path: Path) -> None:
     unrecorded = shutil.copytree(trained_folder, tmp_path / "model")
     (unrecorded / "mote.json").unlink()
@@ -312,7 +303,7 @@ def test_without_a_start_a_note_says_so(trained_folder: Path, tmp_path: Path) ->
 
 
 def test_the_start_is_found_by_what_a_folder_records(upcycled: Path, dense: Path, tmp_path: Path) -> None:
-    folder = copied(upcycled, tmp_path / "trained")
+    folder = shutil.copytree(upcycled, tmp_path / "trained")
     write_steps([new_step("upcycle", sources=[{"name": "tiny"}])], folder)
     with pytest.raises(ValueError, match="was trained from tiny, which does not exist here"):
         find_start(str(folder))
@@ -327,7 +318,7 @@ def test_the_start_is_found_by_what_a_folder_records(upcycled: Path, dense: Path
 
 @pytest.mark.parametrize("step", ["train", "pretrain"])
 def test_the_start_is_that_of_the_last_training(step: str, upcycled: Path, tmp_path: Path) -> None:
-    folder = copied(upcycled, tmp_path / "trained")
+    folder = shutil.copytree(upcycled, tmp_path / "trained")
     sources = ({"name": "tiny", "weights": {"other": "hash"}}, open_checkpoint(str(upcycled)).provenance())
     write_steps([new_step(name, sources=[one]) for name, one in zip(("upcycle", step), sources, strict=True)], folder)
     (folder / "recipe.yaml").write_text(f"model:\n  source: {upcycled}\n")
@@ -335,7 +326,7 @@ def test_the_start_is_that_of_the_last_training(step: str, upcycled: Path, tmp_p
 
 
 def test_a_start_whose_weights_have_changed_is_not_used(dense: Path, tmp_path: Path) -> None:
-    source = copied(dense, tmp_path / "tiny")
+    source = shutil.copytree(dense, tmp_path / "tiny")
     folder = upcycle(str(source), tmp_path / "mote")
     (folder / "recipe.yaml").write_text(f"model:\n  source: {source}\n")
     assert find_start(str(folder)) == (str(source), None)
@@ -354,7 +345,7 @@ def test_prompts_may_be_reworded_and_experts_absent(trained_folder: Path, tmp_pa
 
 
 def test_a_dense_model_changes_as_one_expert(dense: Path, tmp_path: Path) -> None:
-    folder = copied(dense, tmp_path / "tuned")
+    folder = shutil.copytree(dense, tmp_path / "tuned")
     weights = load_file(folder / "model.safetensors")
     key = "embeddings.word_embeddings.weight"
     edit_weights(folder, **{key: weights[key] * 2})
@@ -379,7 +370,7 @@ def test_task_experts_that_are_token_routed(token_routed: Path, hierarchical: Pa
     change = weight_change_of(str(hierarchical), str(token_routed))
     assert change.overall == dict.fromkeys(change.experts, 0.0)
     assert (change.shared, change.outside) == ([0.0, 0.0], 0.0)
-    folder = copied(hierarchical, tmp_path / "trained")
+    folder = shutil.copytree(hierarchical, tmp_path / "trained")
     key = "backbone.backbone.encoder.layer.1.experts.clustering.feed_forward.router.weight"
     edit_weights(folder, **{key: load_file(folder / "model.safetensors")[key] * 2})
     change = weight_change_of(str(folder), str(token_routed))
@@ -392,7 +383,7 @@ def test_a_dense_start_has_no_pooling_by_attention(dense: Path, tmp_path: Path) 
     folder = upcycle(str(dense), tmp_path / "attentive", pooling="latent_attention")
     assert weight_change_of(str(folder), str(dense)).outside == 0.0
     key = next(key for key in load_file(folder / "model.safetensors") if key.startswith("pooling."))
-    changed = copied(folder, tmp_path / "changed")
+    changed = shutil.copytree(folder, tmp_path / "changed")
     edit_weights(changed, **{key: load_file(folder / "model.safetensors")[key] + 1})
     assert (weight_change_of(str(changed), str(folder)).outside or 0) > 0
 
@@ -532,36 +523,6 @@ def test_the_command(trained_folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_errors_of_the_command_are_one_line(
-    fresh_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("")
-    cut = copied(fresh_folder, tmp_path / "cut")
-    (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:1000])
-    dense = shutil.copytree(SMALL_ENCODER, tmp_path / "dense")
-    shallow = shutil.copytree(dense, tmp_path / "lacking")
-    edit_json(shallow / "config.json", num_hidden_layers=9)
-    (dense / "model.safetensors").write_bytes(b"nothing")
-    for words, message in (
-        ([str(fresh_folder), "--device", "tpu"], "error: There is no device 'tpu' here"),
-        ([str(fresh_folder), "--out", str(tmp_path / "file")], f"error: [Errno 17] File exists: '{tmp_path / 'file'}'"),
-        ([str(cut)], f"error: {cut} does not load in Sentence-Transformers: "),
-        ([str(dense)], f"error: {dense} does not load in Sentence-Transformers: "),
-        ([str(shallow)], f"error: {shallow} lacks weights that its config requires"),
-        ([str(tmp_path / "no-model")], f"error: {tmp_path}/no-model is neither a folder nor an id on the Hub"),
-        ([str(fresh_folder), "--texts", str(tmp_path / "no.txt")], "error: [Errno 2] No such file"),
-        (
-            [str(fresh_folder), "--task", "nonsense", "--task", "sts"],
-            "error: small-mote does not know the task 'nonsense'.",
-        ),
-    ):
-        assert main(["analyze", "--trust-remote-code", *words]) == 1
-        error = capsys.readouterr().err
-        assert error.startswith(message)
-        assert error.count("\n") == 1
-
-
-@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("retrieval", ["dense", "sparse", "hybrid", None])
 def test_each_kind_of_vectors_of_a_hybrid_model(retrieval: str | None, tmp_path: Path) -> None:
@@ -587,15 +548,6 @@ def test_vectors_that_a_model_does_not_give(fresh_folder: Path) -> None:
         analyze([fresh_folder], texts=TEXTS, retrieval="sparse")
     with pytest.raises(ValueError, match="Input should be 'dense', 'sparse' or 'hybrid'"):
         analyze([fresh_folder], texts=TEXTS, retrieval="lexical")
-
-
-def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in [name for name in sys.modules if name.startswith(("mote.analysis", "matplotlib"))]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main(["analyze", "anything"]) == 1
-    assert 'pip install "mote-embeddings[evaluate]"' in capsys.readouterr().err
 
 
 def test_a_damaged_model_is_named(trained_folder: Path, tmp_path: Path) -> None:

@@ -29,7 +29,6 @@ import mote
 from mote import Evaluation, evaluate, experts
 from mote.cli import main
 from mote.evaluation import evaluate as evaluating
-from mote.evaluation import models
 from mote.evaluation.models import EvaluatedModel
 from mote.evaluation.options import EvaluateOptions
 from mote.inference.loading import has_own_code
@@ -60,7 +59,11 @@ def test_scores_are_cached_and_the_second_run_computes_nothing(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "mote")
-    first = evaluate([str(SMALL_ENCODER)], data=data, out=tmp_path)
+    loaded, load = [], EvaluatedModel.load
+    with monkeypatch.context() as patch:
+        patch.setattr(EvaluatedModel, "load", lambda model, device: loaded.append(device) or load(model, device))
+        first = evaluate([str(SMALL_ENCODER)], data=data, out=tmp_path)
+    assert loaded == ["meta", None]  # checked, and loaded once for all datasets
     assert len(results(tmp_path)) == len(first.datasets) == 4
     assert len([line for line in caplog.messages if " s" in line and "/4 " in line]) == 4
 
@@ -75,29 +78,6 @@ def test_scores_are_cached_and_the_second_run_computes_nothing(
     monkeypatch.setattr(sentence_transformers.SentenceTransformer, "__init__", not_again)
     with pytest.raises(ValueError, match="the model is loaded again"):
         evaluate([str(SMALL_ENCODER)], data=data, out=tmp_path, overwrite=True)
-
-
-@pytest.mark.long
-def test_all_datasets_of_a_model_share_an_encoder_of_mteb(
-    data: Path, changed_encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Scores are those of runs with one model and one dataset each."""
-    made = []
-
-    class Counted(models.DenseEncoder):
-        def __init__(self, model: sentence_transformers.SentenceTransformer) -> None:
-            super().__init__(model)
-            made.append(model)
-
-    monkeypatch.setattr(models, "DenseEncoder", Counted)
-    named = {"first": str(SMALL_ENCODER), "second": str(changed_encoder)}
-    both = evaluate(named, data=data, tasks=["sts/part0", "clustering/*"], out=tmp_path / "both")
-    assert len(made) == 2
-    for label, model in named.items():
-        for number, task in enumerate(("sts/part0", "clustering/*")):
-            one = evaluate({label: model}, data=data, tasks=[task], out=tmp_path / f"{label}{number}")
-            assert one.scores[label].items() <= both.scores[label].items()
-    assert both.scores["first"] != both.scores["second"]
 
 
 @pytest.mark.long
@@ -398,7 +378,7 @@ def test_an_interrupted_run_with_overwrite_leaves_no_earlier_scores(
         (["--data", "nowhere"], "nowhere"),
         (
             ["--data", "DATA", "--reference", "gpt"],
-            "The reference gpt is not one of the models. Available: 'small-encoder'",
+            "Unknown model 'gpt'. Available: 'small-encoder'",
         ),
         (["--data", "DATA", "--device", "cuda:99"], "There is no device 'cuda:99' here"),
         (["--data", "DATA", "--dtype", "int3"], 'Invalid value "int3" for --dtype. Choose from: "float32"'),

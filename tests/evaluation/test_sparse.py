@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("mteb")
 
 from helpers.checkpoints import dense_checkpoint, edit_weights
-from helpers.rows import write_rows
+from helpers.rows import write_retrieval_dataset
 from safetensors.torch import load_file
 from sentence_transformers import SparseEncoder
 from sklearn.metrics import ndcg_score
@@ -21,13 +21,11 @@ WORDS = ["salt", "wood", "iron", "glass", "rope", "wax"]
 
 def written(tmp_path: Path) -> Path:
     """A tiny retrieval set: a document for each query."""
-    data = tmp_path / "data" / "beir" / "words"
-    write_rows(data / "corpus.jsonl", [{"_id": f"d{i}", "title": "", "text": word} for i, word in enumerate(WORDS)])
-    write_rows(data / "queries.jsonl", [{"_id": f"q{i}", "text": f"{word}s"} for i, word in enumerate(WORDS)])
-    (data / "qrels").mkdir()
-    lines = [f"q{i}\td{i}\t1" for i in range(len(WORDS))]
-    (data / "qrels" / "test.tsv").write_text("\n".join(["query-id\tcorpus-id\tscore", *lines]) + "\n")
-    return data.parents[1]
+    corpus = {f"d{i}": word for i, word in enumerate(WORDS)}
+    queries = {f"q{i}": f"{word}s" for i, word in enumerate(WORDS)}
+    qrels = [f"q{i} d{i} 1" for i in range(len(WORDS))]
+    write_retrieval_dataset(tmp_path / "data" / "beir" / "words", corpus, queries, *qrels)
+    return tmp_path / "data"
 
 
 @pytest.mark.long

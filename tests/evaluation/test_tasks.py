@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.paths import ROOT, SMALL_ENCODER
-from helpers.rows import read_rows, write_rows
+from helpers.rows import read_rows, write_retrieval_dataset, write_rows
 from scipy.stats import spearmanr
 from sentence_transformers import SentenceTransformer
 from sklearn.cluster import MiniBatchKMeans
@@ -353,24 +353,19 @@ def test_one_summary_per_text_is_correlated_over_texts(tmp_path: Path, encoder: 
 
 @pytest.mark.parametrize(("own_text", "left_out"), [(True, True), (False, False)])
 def test_a_query_is_not_its_own_answer(own_text: bool, left_out: bool, tmp_path: Path) -> None:
-    corpus = [{"_id": str(number), "title": "", "text": f"text number {number} of {number}"} for number in range(4)]
-    queries = [{"_id": row["_id"], "text": row["text"] if own_text else "something else"} for row in corpus]
-    write_rows(tmp_path / "beir/made/corpus.jsonl.gz", corpus)
-    write_rows(tmp_path / "beir/made/queries.jsonl.gz", queries)
-    (tmp_path / "beir/made/qrels").mkdir()
-    (tmp_path / "beir/made/qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\n0\t1\t1\n2\t3\t1\n")
+    corpus = {str(number): f"text number {number} of {number}" for number in range(4)}
+    queries = corpus if own_text else dict.fromkeys(corpus, "something else")
+    write_retrieval_dataset(tmp_path / "beir/made", corpus, queries, "0 1 1", "2 3 1")
     (task,) = load_tasks(tmp_path)
     task.load_data()
     assert task.ignore_identical_ids is left_out
 
 
 def test_a_document_with_the_id_of_its_query_is_found(tmp_path: Path, encoder: SentenceTransformer) -> None:
-    topics = ("a red fox", "two ships at sea", "the price of bread")
-    corpus = [{"_id": str(number), "title": title, "text": "see above"} for number, title in enumerate(topics)]
-    write_rows(tmp_path / "beir/made/corpus.jsonl.gz", corpus)
-    write_rows(tmp_path / "beir/made/queries.jsonl.gz", [{"_id": row["_id"], "text": row["title"]} for row in corpus])
-    (tmp_path / "beir/made/qrels").mkdir()
-    (tmp_path / "beir/made/qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\n0\t0\t1\n1\t1\t1\n2\t2\t1\n")
+    topics = {"0": "a red fox", "1": "two ships at sea", "2": "the price of bread"}
+    write_retrieval_dataset(tmp_path / "beir/made", topics, topics, "0 0 1", "1 1 1", "2 2 1")
+    titled = [{"_id": name, "title": topic, "text": "see above"} for name, topic in topics.items()]
+    write_rows(tmp_path / "beir/made/corpus.jsonl", titled)
     assert score(encoder, load_tasks(tmp_path)[0]) == 1
 
 

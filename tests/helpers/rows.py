@@ -2,7 +2,7 @@
 
 import gzip
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,3 +25,12 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """Read packed JSON lines."""
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
+
+
+def write_retrieval_dataset(folder: Path, corpus: Mapping[str, str], queries: Mapping[str, str], *qrels: str) -> None:
+    """Write a retrieval dataset: documents and queries by id, and lines of qrels, their fields separated by blanks."""
+    write_rows(folder / "corpus.jsonl", [{"_id": name, "title": "", "text": text} for name, text in corpus.items()])
+    write_rows(folder / "queries.jsonl", [{"_id": name, "text": text} for name, text in queries.items()])
+    (folder / "qrels").mkdir(parents=True)
+    lines = ["query-id corpus-id score", *qrels]
+    (folder / "qrels" / "test.tsv").write_text("".join(line.replace(" ", "\t") + "\n" for line in lines))

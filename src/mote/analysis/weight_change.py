@@ -47,7 +47,7 @@ class WeightChange:
     start: str
     experts: dict[str, list[float | None]]
     shared: list[float | None]
-    outside: float | None
+    outside: float
     overall: dict[str, float | None]
     cosines: dict[str, float | None]
 
@@ -66,10 +66,10 @@ def weight_change_of(model: str, start: str, revision: str | None = None) -> Wei
     """
     checkpoint, source = open_checkpoint(model), open_checkpoint(start, revision)
     trained = _load(checkpoint)
-    begun = _load(source, trained)
-    _refuse_mismatch(trained, begun, checkpoint.public_name, source.public_name)
-    pooling = source.format == "mote"  # a dense start has none: that of `begun` is random
-    return _compare(_weights(trained, pooling), _weights(begun, pooling), source.public_name, trained.config)
+    initial = _load(source, trained)
+    _refuse_mismatch(trained, initial, checkpoint.public_name, source.public_name)
+    pooling = source.format == "mote"  # a dense start has none: that of `initial` is random
+    return _compare(_weights(trained, pooling), _weights(initial, pooling), source.public_name, trained.config)
 
 
 def find_start(model: str) -> tuple[str, str | None]:
@@ -116,8 +116,8 @@ def _load(source: Checkpoint, like: MoTEModel | None = None) -> MoTEModel:
     return type(like)(config, dense)
 
 
-def _refuse_mismatch(trained: MoTEModel, begun: MoTEModel, model: str, start: str) -> None:
-    shapes = [{key: tuple(weight.shape) for key, weight in found.state_dict().items()} for found in (trained, begun)]
+def _refuse_mismatch(trained: MoTEModel, initial: MoTEModel, model: str, start: str) -> None:
+    shapes = [{key: tuple(weight.shape) for key, weight in found.state_dict().items()} for found in (trained, initial)]
     wrong = sorted(key for key in shapes[0].keys() | shapes[1].keys() if shapes[0].get(key) != shapes[1].get(key))
     if wrong:
         of_model, of_start = (found.get(wrong[0], "missing") for found in shapes)
@@ -158,7 +158,7 @@ def _parts(config: MoTEConfig, key: str, weight: torch.Tensor) -> Iterator[tuple
         yield "", int(found[1]), weight
 
 
-def _compare(trained: Weights, begun: Weights, start: str, config: MoTEConfig) -> WeightChange:
+def _compare(trained: Weights, initial: Weights, start: str, config: MoTEConfig) -> WeightChange:
     """Compare in float64, one layer at a time, so that no large model is held in float64.
 
     Norms and cosines follow from inner products, which add up over layers.
@@ -171,11 +171,11 @@ def _compare(trained: Weights, begun: Weights, start: str, config: MoTEConfig) -
         changes = {}
         for index, part in enumerate(parts):
             if (part, layer) in trained:
-                changes[index], squares[layer, index] = _change(trained[part, layer], begun[part, layer])
+                changes[index], squares[layer, index] = _change(trained[part, layer], initial[part, layer])
         for (i, one), (j, other) in combinations_with_replacement(changes.items(), 2):
             if i == j or i > 0:  # the shared weights have no counterpart
                 products[layer, i, j] = one @ other
-    outside, square = _change(trained["", None], begun["", None])
+    outside, square = _change(trained["", None], initial["", None])
     (_, *overall), total = _relative(products.sum(axis=0), squares.sum(axis=0)), products.sum(axis=0)
     shared, *experts = zip(*map(_relative, products, squares), strict=True)
     pairs = combinations(range(1, len(parts)), 2)
@@ -189,10 +189,10 @@ def _compare(trained: Weights, begun: Weights, start: str, config: MoTEConfig) -
     )
 
 
-def _change(trained: list[torch.Tensor], begun: list[torch.Tensor]) -> tuple[torch.Tensor, float]:
+def _change(trained: list[torch.Tensor], initial: list[torch.Tensor]) -> tuple[torch.Tensor, float]:
     """Return the difference as a vector, and the squared norm of the start."""
     after, before = (
-        torch.cat([part.detach().to("cpu", torch.float64).flatten() for part in parts]) for parts in (trained, begun)
+        torch.cat([part.detach().to("cpu", torch.float64).flatten() for part in parts]) for parts in (trained, initial)
     )
     return after - before, float(before @ before)
 

@@ -5,10 +5,9 @@ import logging
 import os
 import random
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -64,24 +63,22 @@ def evaluate(
         tasks = choose_tasks(options.benchmark, options.data, options.tasks, options.limit)
         instructions = _instructions(options, [task.metadata.name for task in tasks])
         found = find_models(models, options)  # hashes all weights
-        reference = _reference(options.reference, found)
+        evaluation = Evaluation(
+            scores={model.label: {} for model in found},
+            types={task.metadata.name: str(task.metadata.type) for task in tasks},
+            metrics={task.metadata.name: str(task.metadata.main_score) for task in tasks},
+            settings={
+                **options.model_dump(mode="json", exclude={"definitions", "template", "reference", "overwrite"}),
+                "instructions": instructions,
+                "mteb": [],
+                "models": {model.label: {"path": model.path, "revision": model.revision} for model in found},
+            },
+            reference=_reference(options.reference, found),
+        )
         cache = Cache(cached_assets_path("mote", "evaluation") if out is None else Path(out), tasks)
-        scorer = _Scorer(tasks, cache, options, instructions)
+        scorer = _Scorer(tasks, cache, options, instructions, evaluation)
         scorer.check(found)
         scorer.score(found)
-    evaluation = Evaluation(
-        scores={model.label: scorer.scores[model.label] for model in found},
-        types={task.metadata.name: str(task.metadata.type) for task in tasks},
-        metrics={task.metadata.name: str(task.metadata.main_score) for task in tasks},
-        failures=dict(scorer.failures),
-        settings={
-            **options.model_dump(mode="json", exclude={"definitions", "template", "reference", "overwrite"}),
-            "instructions": instructions,
-            "mteb": sorted(scorer.versions),
-            "models": {model.label: {"path": model.path, "revision": model.revision} for model in found},
-        },
-        reference=reference,
-    )
     if out is not None:
         evaluation.save(out)
     return evaluation
@@ -89,15 +86,13 @@ def evaluate(
 
 @dataclass
 class _Scorer:
-    """Scores models on tasks, and collects scores and failures (model → dataset → …) and versions of mteb."""
+    """Scores models on tasks, and fills an evaluation with scores and failures."""
 
     tasks: list[AbsTask]
     cache: Cache
     options: EvaluateOptions
     instructions: dict[str, str]
-    scores: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
-    failures: dict[str, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
-    versions: set[str] = field(default_factory=set)
+    evaluation: Evaluation
 
     def check(self, models: Sequence[EvaluatedModel]) -> None:
         """Load each model that has scores to compute without its weights, so that errors show before the work starts.
@@ -122,7 +117,7 @@ class _Scorer:
                 self._score(model)
                 gc.collect()  # an encoder refers to itself
         except KeyboardInterrupt:
-            done, total = sum(map(len, self.scores.values())), len(models) * len(self.tasks)
+            done, total = sum(map(len, self.evaluation.scores.values())), len(models) * len(self.tasks)
             raise KeyboardInterrupt(
                 f"{done} of {total} scores are cached in {self.cache.cache_path}; {HOW_TO_RESUME}"
             ) from None
@@ -146,11 +141,13 @@ class _Scorer:
             except CacheError:
                 raise
             except Exception as error:  # of a dataset, of a model's code, of a device: the others continue
-                self.failures[model.label][name] = first_line(error)
+                self.evaluation.failures.setdefault(model.label, {})[name] = first_line(error)
                 outcome = f"failed: {first_line(error)}"
             else:
-                self.scores[model.label][name] = score
-                self.versions.add(str(result.mteb_version))
+                self.evaluation.scores[model.label][name] = score
+                versions = self.evaluation.settings["mteb"]  # cached scores may be another's
+                if result.mteb_version not in versions:
+                    versions.append(result.mteb_version)
                 outcome = f"{score:.2f}, {result.evaluation_time or 0.0:.1f} s{' (cached)' if cached else ''}"
             logger.info(f"  {number}/{len(self.tasks)} {name}: {outcome}")
 
@@ -225,14 +222,10 @@ def prompts_of(tasks: Sequence[AbsTask], instructions: Mapping[str, str]) -> dic
 
 
 def _reference(reference: str | None, models: Sequence[EvaluatedModel]) -> str | None:
-    """Find the label of the reference."""
+    """Find the label of the reference, which may be given by its path. Default: the first of several models."""
     if reference is None:
         return models[0].label if len(models) > 1 else None
-    for model in models:
-        if reference in (model.label, model.path):
-            return model.label
-    labels = [model.label for model in models]
-    raise ValueError(f"The reference {reference} is not one of the models." + alternatives(reference, labels))
+    return next((model.label for model in models if model.path == reference), reference)
 
 
 @contextmanager

@@ -1,9 +1,8 @@
 """Scores of models on datasets: means, gains, comparisons, tables."""
 
 import json
-import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -24,6 +23,7 @@ TASK_TYPES = (
     "Summarization",
 )
 """Task types of MTEB in the paper's order."""
+OVER_DATASETS, OVER_TYPES = "mean over datasets", "mean over types"
 
 
 @dataclass(frozen=True, repr=False)
@@ -42,10 +42,10 @@ class Evaluation(Report):
         reference: Model that gains are computed against. Default: no gains in tables.
     """
 
-    scores: Mapping[str, Mapping[str, float]]
+    scores: Mapping[str, dict[str, float]]
     types: Mapping[str, str]
     metrics: Mapping[str, str] = field(default_factory=dict)
-    failures: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    failures: dict[str, dict[str, str]] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     reference: str | None = None
 
@@ -80,30 +80,16 @@ class Evaluation(Report):
         return [name for name in self.datasets if scored and all(name in of_model for of_model in scored)]
 
     def means(self, model: str) -> dict[str, float]:
-        """Task type → mean score over the common datasets of that type. Empty for a model without scores."""
+        """Means over the common datasets: of each task type, over all, and over the types; empty without scores."""
         scores = self._of(model)
         groups: dict[str, list[float]] = {}
         for name in self.common if scores else ():
             groups.setdefault(self.types[name], []).append(scores[name])
-        return {task_type: _mean(values) for task_type, values in groups.items()}
-
-    def mean(self, model: str) -> float:
-        """Mean score over the common datasets; nan where there is none."""
-        scores = self._of(model)
-        return _mean([scores[name] for name in self.common] if scores else [])
-
-    def mean_over_types(self, model: str) -> float:
-        """Mean of `means`; nan where there is none."""
-        return _mean(list(self.means(model).values()))
-
-    def gains(self, reference: str) -> dict[str, dict[str, float]]:
-        """Model → dataset → score minus the reference's, if both have one; without the reference itself."""
-        base = self._of(reference)
-        return {
-            model: {name: scores[name] - base[name] for name in self.datasets if name in scores and name in base}
-            for model, scores in self.scores.items()
-            if model != reference
-        }
+        means = {task_type: sum(values) / len(values) for task_type, values in groups.items()}
+        if means:
+            means[OVER_TYPES] = sum(means.values()) / len(means)
+            means[OVER_DATASETS] = sum(scores[name] for name in self.common) / len(self.common)
+        return means
 
     def compare(self, model: str, reference: str) -> Comparison:
         """Test whether a model is better than another, over the datasets that both have scores for."""
@@ -116,19 +102,14 @@ class Evaluation(Report):
         reference = self.reference
         return [self.compare(model, reference) for model in self.models if reference is not None and model != reference]
 
-    def summary(self, model: str) -> dict[str, float]:
-        """Means over the common datasets of each type, over all of them, and over the types; nan if there is none."""
-        means = {name: self.means(model).get(name, math.nan) for name in self.task_types}
-        return {**means, "mean over datasets": self.mean(model), "mean over types": self.mean_over_types(model)}
-
     def __str__(self) -> str:
         """Mean scores: a row for each task type, for all datasets and for all types; a column for each model."""
         types = Counter(self.types[name] for name in self.common)
-        counts = {**types, "mean over datasets": types.total(), "mean over types": len(types)}
-        summaries = [self.summary(model) for model in self.models]
+        counts = {**types, OVER_DATASETS: types.total(), OVER_TYPES: len(types)}
+        means = [self.means(model) for model in self.models]
         rows = [
-            [f"{name} ({counts.get(name, 0)})", *self._cells([summary[name] for summary in summaries])]
-            for name in (*self.task_types, "mean over datasets", "mean over types")
+            [f"{name} ({counts.get(name, 0)})", *self._cells([of_model.get(name) for of_model in means])]
+            for name in (*self.task_types, OVER_DATASETS, OVER_TYPES)
         ]
         notes = [f"Failed: {failure}" for failure in self.failed()]
         notes += [f"{comparison}." for comparison in self.comparisons()]
@@ -161,10 +142,7 @@ class Evaluation(Report):
 
     def to_json(self) -> str:
         """Serialize to JSON, with means and comparisons, which `from_json` computes again."""
-        means = {
-            model: {name: None if math.isnan(mean) else mean for name, mean in self.summary(model).items()}
-            for model in self.models
-        }
+        means = {model: self.means(model) for model in self.models}
         comparisons = [asdict(comparison) for comparison in self.comparisons()]
         content = {"means": means, "averaged over": self.common, "comparisons": comparisons, **asdict(self)}
         return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
@@ -184,11 +162,7 @@ class Evaluation(Report):
 
     def _cells(self, scores: Iterable[float | None]) -> list[str]:
         """Format the score of each model: the best one in bold, with the gain over the reference."""
-        known = {
-            model: score
-            for model, score in zip(self.models, scores, strict=True)
-            if score is not None and not math.isnan(score)
-        }
+        known = {model: score for model, score in zip(self.models, scores, strict=True) if score is not None}
         best = f"{max(known.values()):.2f}" if len(known) > 1 else None
         base = known.get(self.reference) if self.reference is not None else None
         cells = []
@@ -222,7 +196,3 @@ class Evaluation(Report):
         if model not in self.scores:
             raise ValueError(f"Unknown model {model!r}." + alternatives(model, self.scores))
         return self.scores[model]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
