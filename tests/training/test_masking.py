@@ -116,12 +116,10 @@ def test_a_text_is_cut_into_spans_of_whole_sentences(document: SplitDocument, to
     assert [document.text_of((number, number + 1)).strip() for number in (0, 11)] == ['A "bc".', 'A "bn".']
     assert document.lengths == (6,) * 12
     assert document.spans == tuple((first, first + 2) for first in range(0, 12, 2))
-    assert "".join(document.text_of(span) for span in document.spans) == document.text
+    assert "".join(document.text_of(span) for span in document.spans) == str(document)
     assert split_into_spans("One sentence. And another.", tokenizer, SpanSettings(short=0), 1) is None
     assert split_into_spans("no end", tokenizer, SpanSettings(), 1) is None
-    short = [
-        split_into_spans(document.text + f" {n}.", tokenizer, SpanSettings(length=12, short=0.5), 1) for n in range(30)
-    ]
+    short = [split_into_spans(f"{document} {n}.", tokenizer, SpanSettings(length=12, short=0.5), 1) for n in range(30)]
     lengths = {end - first for found in short if found for first, end in found.spans}
     assert lengths == {1, 2}
 
@@ -137,7 +135,7 @@ def test_contexts(kind: str, document: SplitDocument) -> None:
             distances.add(abs(parts[text] - parts[context]))
             continue
         overlapping += 1
-        start, end = document.text.index(text), document.text.index(context)
+        start, end = str(document).index(text), str(document).index(context)
         last = parts[text] == len(parts) - 1
         assert end < start < end + len(context) if last else start < end < start + len(text)
         assert len(context.split()) == len(text.split())  # two sentences each

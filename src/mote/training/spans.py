@@ -19,19 +19,17 @@ _SENTENCE_END = re.compile(r"(?<=[.!?…])[\"'”’)\]]*\s+|\s*\n\s*|(?<=[。�
 class SplitDocument:
     """A text that was split into sentences, grouped into spans."""
 
-    text: str
-    sentences: tuple[tuple[int, int], ...]  # start and end of each in the text
+    sentences: tuple[str, ...]
     lengths: tuple[int, ...]  # tokens of each sentence
     spans: tuple[tuple[int, int], ...]  # first sentence of each, and the one after its last
     longest: int  # approximate number of tokens in a span
 
     def __str__(self) -> str:
-        return self.text
+        return "".join(self.sentences)
 
     def text_of(self, span: tuple[int, int]) -> str:
         """Return the text of some sentences."""
-        first, end = span
-        return self.text[self.sentences[first][0] : self.sentences[end - 1][1]]
+        return "".join(self.sentences[slice(*span)])
 
     def draw(self, kind: str, rng: random.Random) -> tuple[str, str]:
         """Draw a span and a context for it: `nearby`, `random`, `overlap`, or `mixed`, one of these."""
@@ -65,10 +63,11 @@ def split_into_spans(
 ) -> SplitDocument | None:
     """Split a text into sentences, and add these to a span until it is long enough; None if there are not two spans."""
     ends = [match.end() for match in _SENTENCE_END.finditer(text)]
-    sentences = tuple((a, b) for a, b in pairwise(dict.fromkeys([0, *ends, len(text)])) if text[a:b].strip())
+    pieces = [text[start:end] for start, end in pairwise(dict.fromkeys([0, *ends, len(text)]))]
+    sentences = tuple(piece for piece in pieces if piece.strip())
     if len(sentences) < 2:
         return None
-    tokens = tokenizer([text[a:b] for a, b in sentences], add_special_tokens=False, verbose=False)["input_ids"]
+    tokens = tokenizer([*sentences], add_special_tokens=False, verbose=False)["input_ids"]
     lengths = tuple(map(len, tokens))
     rng = random.Random(f"{seed} spans {text}")
     spans, first, length = [], 0, 0
@@ -78,4 +77,4 @@ def split_into_spans(
         if length >= target or number == len(lengths):
             spans.append((first, number))
             first, length, target = number, 0, settings.draw_length(rng)
-    return SplitDocument(text, sentences, lengths, tuple(spans), settings.length) if len(spans) > 1 else None
+    return SplitDocument(sentences, lengths, tuple(spans), settings.length) if len(spans) > 1 else None
