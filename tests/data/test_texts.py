@@ -71,7 +71,7 @@ def test_texts_and_pairs_of_a_folder_are_of_all_its_datasets() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "has no rows, or none with columns"),
+        ("", r"its columns \(none\) are neither pairs"),
         ('{"text": "one"}', "has 1 texts or pairs: a distribution needs at least two"),
         ('{"text": "one"}\n{"title": "two"}', r"1 of 2 rows are invalid(.|\n)*:2: there is no column 'text'"),
         ('{"text": "one"}\n{"text": 3}', r":2: 'text': Input should be a valid string, got 3"),

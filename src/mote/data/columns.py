@@ -76,9 +76,9 @@ def find_columns(settings: DatasetSource, present: Iterable[str], name: str) -> 
     columns = _by_usual_names(given, name)
     if not columns or (settings.columns and len(columns.names) < len(given)):
         raise ValueError(
-            f"{name}: its columns {', '.join(map(repr, given))} are neither pairs (anchor, positive) nor labelled "
-            "texts (text, label) nor scored pairs (sentence1, sentence2, score): rename them, or name them with "
-            "`columns` in a recipe"
+            f"{name}: its columns {', '.join(map(repr, given)) or '(none)'} are neither pairs (anchor, positive) nor "
+            "labelled texts (text, label) nor scored pairs (sentence1, sentence2, score): rename them, or name them "
+            "with `columns` in a recipe"
         )
     return columns
 
@@ -126,18 +126,14 @@ def read_examples(location: Location[Any], max_invalid_fraction: float = 0.0) ->
         ValueError: If a column is missing, too many rows are invalid, or none is valid.
     """
     rows = list(read_rows(location))
-    present = {column for row in rows for column in row.content}
-    if not present:
-        raise ValueError(f"{location.name} has no rows, or none with columns")
-    columns = find_columns(location.settings, present, location.name)
+    columns = find_columns(location.settings, {column for row in rows for column in row.content}, location.name)
     examples, errors = [], []
     for row in rows:
         try:
-            if row.fault:
-                raise ValueError(row.fault)
             examples.append(check_row(row.content, columns))
         except ValueError as error:
-            errors.append(f"{row.where}: {error}")
+            # A row that could not be read has no columns.
+            errors.append(f"{row.where}: {row.fault or error}")
     if len(errors) > max_invalid_fraction * len(rows) or not examples:
         first = "\n  ".join(errors[:SHOWN_ERRORS])
         raise ValueError(

@@ -340,13 +340,13 @@ def _documents(qrels: Qrels) -> set[str]:
 
 def _check_ids(dataset: EvaluationDataset, noun: str, rows: Rows, judged: set[str]) -> None:
     """Refuse repeated ids, and qrels of rows that are missing: scores would be wrong."""
-    counts = Counter(row["id"] for row in rows)
-    repeated, count = counts.most_common(1)[0]
-    if count > 1:
-        raise ValueError(f"{dataset.path}: {count} rows have the {noun} id {repeated!r}, expected one")
-    unknown = sorted(judged - counts.keys())
-    if unknown:
+    ids = [row["id"] for row in rows]
+    repeated = [name for name, count in Counter(ids).items() if count > 1]
+    unknown = sorted(judged - set(ids))
+    if repeated or unknown:
+        problem = f"names {len(unknown)} unknown" if unknown else f"cannot tell apart {len(repeated)} repeated"
+        example = (unknown or repeated)[0]
         raise ValueError(
-            f"{dataset.path}: {QRELS} names {len(unknown)} unknown {noun} ids, for instance {unknown[0]!r}; "
-            f"there are {len(counts)}, for instance {next(iter(counts))!r}"
+            f"{dataset.path}: {QRELS} {problem} {noun} ids, for instance {example!r}; there are {len(set(ids))}, for "
+            f"instance {ids[0]!r}"
         )

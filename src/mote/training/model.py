@@ -133,7 +133,7 @@ def _mote_folder(recipe: Recipe, source: Checkpoint, folder: Path) -> Path:
             upcycle(source, folder, upcycling_options(recipe.model, recipe.retrieval))
         if retrieval != retrieval_in(folder):
             write_retrieval(folder, retrieval)
-        if pooled != instruction_pooling_in(folder):
+        if is_mote(source.config) and pooled != own[1]:
             write_instruction_pooling(folder, pooled)
     return folder
 
