@@ -194,7 +194,7 @@ def test_a_hub_that_cannot_be_reached(
     ("name", "message"),
     [
         ("nobody/nothing", "neither a folder nor available on the Hub"),
-        ("not a name", "neither a folder nor an id on the Hub"),
+        ("not a name", "neither a folder nor available on the Hub"),
     ],
 )
 def test_a_source_that_the_hub_does_not_have(name: str, message: str, server: HubServer, tmp_path: Path) -> None:

@@ -310,14 +310,10 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 
 def require_space(out: Path, size: int) -> None:
     """Raise `OSError` unless `size` bytes fit on the disk of `out`; the message says how many are free."""
-    free = shutil.disk_usage(nearest(out.resolve())).free
+    out = out.resolve()
+    free = shutil.disk_usage(next(place for place in (out, *out.parents) if place.exists())).free
     if size > free:
         raise OSError(
             f"{out} needs {size / 1e6:,.1f} MB, but its disk has {free / 1e6:,.1f} MB left: free some, or write "
             "elsewhere"
         )
-
-
-def nearest(path: Path) -> Path:
-    """Return the path itself if it exists, else its nearest parent that does."""
-    return next(place for place in (path, *path.parents) if place.exists())

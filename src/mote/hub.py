@@ -26,55 +26,48 @@ def explained(problem: str, kind: type[OSError] | None = None, remedy: str = "")
     """
     try:
         yield
-    except (HTTPError, OSError) as error:  # httpx's connection errors are not OSErrors
+    except (HTTPError, OSError, HFValidationError) as error:  # httpx's connection errors are not OSErrors
         kind = kind or (PermissionError if isinstance(error, HfHubHTTPError) else ConnectionError)
         message = " ".join(str(error).split()).rstrip(".")
         raise kind(f"{problem}: {message}" + (f". {remedy}" if remedy else "")) from error
 
 
-def _require_id(src: str) -> None:
-    try:
-        validate_repo_id(src)
-    except HFValidationError as error:
-        raise FileNotFoundError(f"{src} is neither a folder nor an id on the Hub (user/name)") from error
-
-
 def fetch(src: str, revision: str | None, patterns: list[str]) -> Path:
     """Download the files of a Hub repository that match one of the patterns, into the Hub's cache."""
-    _require_id(src)
     login = "For a private or gated one, log in with `hf auth login`"
     with explained(f"{src} is neither a folder nor available on the Hub", FileNotFoundError, login):
         return Path(snapshot_download(src, revision=revision, allow_patterns=patterns))
 
 
-def newest_commit(name: str, revision: str | None = None) -> str:
-    """Find the newest commit of a branch on the Hub; if it does not answer, the one that was downloaded."""
-    _require_id(name)
-    with explained(f"{name} is neither a folder nor available on the Hub", FileNotFoundError):
+def commit_of(model: str, revision: str | None = None) -> str | None:
+    """Make sure that a model exists, and find its newest commit on the Hub; None for a folder.
+
+    If the Hub does not answer, it is the commit that was downloaded.
+    """
+    folder = Path(model)
+    if folder.is_dir():
+        _require_model(folder)
+        return None
+    with explained(f"{model} is neither a folder nor available on the Hub", FileNotFoundError):
         try:
-            return str(HfApi().model_info(name, revision=revision).sha)
+            return str(HfApi().model_info(model, revision=revision).sha)
         except (RepositoryNotFoundError, RevisionNotFoundError):
             raise
         except (HTTPError, OSError):  # busy, or out of reach
-            file = try_to_load_from_cache(name, "config.json", revision=revision)
+            file = try_to_load_from_cache(model, "config.json", revision=revision)
             if not isinstance(file, str):
                 raise
             return Path(file).parent.name
 
 
-def commit_of(model: str, revision: str | None = None) -> str | None:
-    """Make sure that a model exists; find its newest commit on the Hub; None for a folder."""
-    folder = Path(model)
-    if not folder.is_dir():
-        return newest_commit(model, revision)
+def _require_model(folder: Path) -> None:
     if any(file for place in (".", "0_*") for file in folder.glob(f"{place}/adapter_config.json")):
         raise ValueError(
-            f"{model} holds an adapter (adapter_config.json), not the model that it adapts: merge the two first, with "
+            f"{folder} holds an adapter (adapter_config.json), not the model that it adapts: merge the two first, with "
             "PEFT's `merge_and_unload`, and save the result"
         )
     if not (folder / "config.json").is_file() and not (folder / "modules.json").is_file():
-        raise FileNotFoundError(f"{model} has neither config.json nor modules.json: it is not a model")
-    return None
+        raise FileNotFoundError(f"{folder} has neither config.json nor modules.json: it is not a model")
 
 
 def check_before_push(repo_id: str) -> str:

@@ -119,12 +119,6 @@ def test_the_published_format_is_read_by_transformers_and_by_us(tmp_path: Path) 
     assert read_as_server(out)["pooling"] == "mean"
 
 
-def test_servers_refuse_the_native_format(tmp_path: Path) -> None:
-    upcycle(str(published_nomic(tmp_path / "nomic", False)), tmp_path / "mote", experts=["clustering"])
-    with pytest.raises(ValueError, match="n_embd=None is not a valid int"):
-        read_as_server(transform(tmp_path / "mote", tmp_path / "out", export, "clustering"))
-
-
 @pytest.mark.parametrize(
     ("setting", "value"),
     [

@@ -157,17 +157,11 @@ SPOILED: dict[str, tuple[dict[str, Any], Callable[[Path], Any], str]] = {
     ),
     "cut safetensors": ({}, lambda folder: cut(folder / "model.safetensors"), r"model\.safetensors.* cannot be read"),
     "cut bin": (BIN, lambda folder: cut(folder / "pytorch_model.bin"), r"model\.bin.* cannot be read"),
-    "cut legacy bin": (
-        {"format": "legacy-bin"},
-        lambda folder: cut(folder / "pytorch_model.bin"),
-        r"model\.bin.* cannot be read",
-    ),
     "bin of a list": (
         BIN,
         lambda folder: torch.save([torch.ones(2)], folder / "pytorch_model.bin"),
         r"model\.bin cannot be read, .*'list' object",
     ),
-    "cut shard": (SHARDS, lambda folder: cut(second_shard(folder)), "00002-of-.* cannot be read"),
     "missing shard": (
         SHARDS,
         lambda folder: remove(second_shard(folder)),
@@ -193,15 +187,9 @@ SPOILED: dict[str, tuple[dict[str, Any], Callable[[Path], Any], str]] = {
         weights(embeddings__LayerNorm__weight=torch.zeros(17)),
         r"source misshape 1 keys of BertModel: \('embeddings.LayerNorm.weight', torch.Size\(\[17\]\)",
     ),
-    "weights of another model": (
-        {"family": "distilbert"},
-        write("config.json", '{"model_type": "bert", "vocab_size": 60}'),
-        "source lack .* keys of BertModel",
-    ),
     "no tokenizer": ({"tokenizer": False}, lambda folder: None, "source has no tokenizer: name one with `--tokenizer`"),
     "cut tokenizer": ({}, lambda folder: cut(folder / "tokenizer.json"), "The tokenizer .*source .*cannot be loaded"),
     "tokenizer is a list": ({}, write("tokenizer.json", "[]"), "The tokenizer .*source .*cannot be loaded: "),
-    "tokenizer settings are a number": ({}, write("tokenizer_config.json", "7"), "The tokenizer .* cannot be loaded: "),
     "large tokenizer": (
         {"vocab_size": 59},
         lambda folder: tiny_tokenizer(folder, 60),

@@ -93,7 +93,7 @@ def test_modules_of_installed_classes_are_named_as_without_the_package(upcycled:
     assert type(model[0]) is MoTETransformer
     source = open_checkpoint(str(copy))
     steps = [new_step("train", made="trained from")]
-    out = Repository(model, source, steps).write(tmp_path / "out", WriteOptions())
+    out = Repository(model, source, steps).write(tmp_path / "out", WriteOptions(), "out")
     types = [module["type"] for module in read_json(out / "modules.json")]
     assert types[0] == "sentence_transformer_mote.MoTETransformer"
     assert (trusted(out).encode(["a"], task="clustering") == trusted(upcycled).encode(["a"], task="clustering")).all()

@@ -433,7 +433,7 @@ def test_invalid_models(data: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
         str(adapter): f"{adapter} holds an adapter (adapter_config.json), not the model that it adapts: merge",
         str(adapted): f"{adapted} holds an adapter",
         "nobody/nothing": "nobody/nothing is neither a folder nor available on the Hub: Cannot reach",
-        "no such/folder/here": "is neither a folder nor an id on the Hub",
+        "no such/folder/here": "is neither a folder nor available on the Hub",
     }.items():
         out = tmp_path / "out"
         assert main(["evaluate", str(SMALL_ENCODER), path, "--data", str(data), "--out", str(out)]) == 1

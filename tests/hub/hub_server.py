@@ -16,7 +16,6 @@ endpoints, by the names that the request log and `HubServer.fail` use:
     validate_yaml  POST /api/validate-yaml                            accepts every model card
     model_info     GET  /api/models/{repo}[/revision/{revision}]
     tree           GET  /api/models/{repo}/tree/{revision}[/{path}]   also with ?recursive; always one page
-    commits        GET  /api/models/{repo}/commits/{revision}
     preupload      POST /api/models/{repo}/preupload/{revision}       which files go to LFS, and what is stored already
     lfs_batch      POST /{repo}.git/info/lfs/objects/batch            signed storage URLs, for the `basic` transfer
     commit         POST /api/models/{repo}/commit/{revision}          NDJSON: file, lfsFile, deletedFile, deletedFolder
@@ -24,8 +23,8 @@ endpoints, by the names that the request log and `HubServer.fail` use:
     upload         PUT  /storage/{repo}/{oid}                         checks the sha256
     download       GET  /storage/{repo}/{oid}
 
-GET endpoints answer HEAD too. The storage goes by another host name (``localhost``
-instead of ``127.0.0.1``), so that clients treat it as foreign: they send no token, only the signed URL.
+GET endpoints answer HEAD too. The storage goes by another host name (``localhost`` instead of ``127.0.0.1``), so that
+clients treat it as foreign: they send no token, only the signed URL.
 
 Clients need ``HF_HUB_DISABLE_XET=1`` (`HubServer.environment` sets it): where hf_xet is installed, huggingface_hub 2.4
 uploads through Xet without asking the server. Downloads do not need it, nor does huggingface_hub 1.5, which asks first.
@@ -82,14 +81,6 @@ class Request:
     status: int = 0
 
 
-@dataclass
-class Fault:
-    """An injected fault."""
-
-    status: int
-    message: str
-
-
 class HubServer:
     """The server: a context manager that serves from threads of the test process.
 
@@ -110,7 +101,7 @@ class HubServer:
         self.repos: dict[str, Repo] = {}
         self.errors: list[str] = []
         self.lock = threading.RLock()
-        self._faults: dict[str, Fault] = {}
+        self._faults: dict[str, tuple[int, str]] = {}
         self._secret = secrets.token_hex()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, self))
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
@@ -170,7 +161,7 @@ class HubServer:
         500, 502, 503 and 504: to make a push fail quickly use another status.
         """
         assert endpoint in [function.__name__ for _, _, function in _ROUTES], endpoint
-        self._faults[endpoint] = Fault(status, message)
+        self._faults[endpoint] = status, message
 
     def heal(self) -> None:
         """Removes all faults."""
@@ -233,10 +224,12 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
         """Prints nothing: `HubServer.requests` is the log."""
 
-    def _respond(self, endpoint: _Endpoint | None, arguments: dict[str, str | None], fault: Fault | None) -> Response:
+    def _respond(
+        self, endpoint: _Endpoint | None, arguments: dict[str, str | None], fault: tuple[int, str] | None
+    ) -> Response:
         try:
             if fault:
-                raise HubError(fault.status, fault.message)
+                raise HubError(*fault)
             if "Transfer-Encoding" in self.headers:
                 self.close_connection = True
                 raise HubError(411, "Content-Length required")
@@ -330,12 +323,6 @@ class _Handler(BaseHTTPRequestHandler):
             raise HubError(404, f"{path} does not exist on {revision}", "EntryNotFound", commit)
         recursive = self.query.get("recursive", [""])[0].lower() in ("true", "1")
         return answer([entry for name, entry in inside.items() if recursive or "/" not in name])
-
-    @_route("GET", "/api/models/{repo}/commits/{revision}")
-    def commits(self, repo: str, revision: str) -> Response:
-        keys = ("id", "title", "message", "date")
-        history = self._repo(repo).at(revision).history()
-        return answer([{**{k: getattr(c, k) for k in keys}, "authors": [{"user": c.author}]} for c in history])
 
     @_route("POST", "/api/models/{repo}/preupload/{revision}")
     def preupload(self, repo: str, revision: str) -> Response:

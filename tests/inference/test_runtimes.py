@@ -159,7 +159,7 @@ def test_a_conversion_that_fails_or_goes_wrong(
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="is neither a folder nor an id on the Hub"):
+    with pytest.raises(FileNotFoundError, match="is neither a folder nor available on the Hub"):
         load_exported(tmp_path / "nowhere", "onnx")
     with pytest.raises(ValueError, match="Unknown backend 'tensorrt'"):
         load_exported(tmp_path, "tensorrt")

@@ -22,7 +22,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME
 from mote.checkpoints import nv_embed
 from mote.checkpoints.provenance import read_steps
 from mote.checkpoints.reading import Checkpoint, has_head, is_mote, mote_class, open_checkpoint
-from mote.checkpoints.sentence_transformers import normalizes, source_pooling, source_prompts
+from mote.checkpoints.sentence_transformers import source_pooling, source_prompts
 from mote.checkpoints.st_settings import Pipeline
 from mote.checkpoints.tensors import experts_are_copies, parameter_counts, read_shapes, token_routing
 from mote.files import replaced
@@ -170,6 +170,7 @@ def _values(model: Checkpoint, steps: list[dict[str, Any]], fresh: bool | None =
         **of_kind,
         **_origin(steps),
         "command": "\n".join(step["command"] for step in steps if step.get("command")),
+        "normalized": any(module.name == "Normalize" for module in pipeline.modules),
         "instructions_left_out": pipeline.instruction_pooling != "included",
         "retrieval": pipeline.retrieval.kind,
     }
@@ -196,7 +197,6 @@ def _values_of_mote(model: Checkpoint, steps: list[dict[str, Any]], fresh: bool 
         "tasks": [(cell(task), expert, cell(config.instruction_of(task))) for task, expert in tasks.items()],
         "example_task": example,
         "example_instruction": escaped(config.instruction_of(example)),
-        "normalized": normalizes(model),
         "has_head": has_head(config),
     }
 

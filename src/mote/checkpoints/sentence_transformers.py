@@ -38,7 +38,7 @@ def pipeline_of(source: Checkpoint) -> Pipeline:
     """Read the Sentence-Transformers files of a source, whose modules must not have code of their own."""
     pipeline = Pipeline.read(source.folder)
     for module in pipeline.modules:
-        if not module.is_known:
+        if not (module.type.startswith("sentence_transformers.") or module.code):
             raise ValueError(f"{source.name} has a module with code of its own, {module.type}, which is not copied")
     return pipeline
 
@@ -77,12 +77,6 @@ def embedding_dimension(source: Checkpoint, pooling: str | None = None) -> int:
             dimension = tokens * (1 if pooling else len(pooling_modes(settings)))  # several are concatenated
         dimension = settings.get("out_features", dimension)
     return dimension
-
-
-def normalizes(source: Checkpoint) -> bool:
-    """Whether a Sentence-Transformers source normalises its embeddings."""
-    modules = pipeline_of(source).modules
-    return any(module.name == "Normalize" for module in modules) or (not modules and source.format == "nv_embed")
 
 
 def max_seq_length(model: PreTrainedModel, source: Checkpoint) -> int | None:

@@ -71,11 +71,6 @@ class Module:
         return self.name in ("Pooling", "TextPooling")
 
     @property
-    def is_known(self) -> bool:
-        """Whether its class belongs to Sentence-Transformers or to this package."""
-        return self.type.startswith("sentence_transformers.") or self.code is not None
-
-    @property
     def code(self) -> Path | None:
         """The file of its class, if it is one of ours."""
         file = Path(remote.__file__).with_name(f"{self.type.partition('.')[0]}.py")

@@ -79,7 +79,7 @@ class Repository:
     training: dict[str, Any] | None = None
     keep_card: bool = False
 
-    def write(self, out: Path, options: WriteOptions, repo_id: str | None = None) -> Path:
+    def write(self, out: Path, options: WriteOptions, repo_id: str) -> Path:
         """Write the repository atomically, and push it if requested.
 
         After an error nothing is left behind; if only the push fails, the folder is kept.
@@ -87,7 +87,7 @@ class Repository:
         Args:
             out: Folder to write; check it with `require_writable` before any work.
             options: How the model is written.
-            repo_id: Name under which readers load the model, as from `require_writable`. Default: the name of `out`.
+            repo_id: Name under which readers load the model, as from `require_writable`.
         """
         in_place = out.resolve() == self.source.folder.resolve()
         size = sum(tensor.nbytes for tensor in self.model.state_dict().values())
@@ -100,15 +100,14 @@ class Repository:
             *first, last = self.steps
             last = {**last, "sources": described.result(), **details}
             steps = [*read_steps(self.source.folder), *first, last]
-            self._write_card(folder, steps, repo_id or out.resolve().name)
+            self._write_card(folder, steps, repo_id)
             write_steps(steps, folder)
         logger.info("Wrote %s", out)
-        place = str(out)
         if options.push:
-            place = repo_id or hub.check_before_push(options.repo_id or out.resolve().name)
-            logger.info("Pushing to %s …", place)
-            logger.info("Pushed: %s", hub.push(out, place, recorded_files(out), options.private))
+            logger.info("Pushing to %s …", repo_id)
+            logger.info("Pushed: %s", hub.push(out, repo_id, recorded_files(out), options.private))
         if isinstance(self.model, PreTrainedModel):
+            place = repo_id if options.push else str(out)
             logger.info("%s", how_to_load(place, self.model.config, retrieval_in(out)))
         return out
 
