@@ -33,7 +33,7 @@ def test_set_and_set_back(trained: Path, excluded: Path, queries: np.ndarray, tm
     assert instruction_pooling_in(excluded) == "excluded"
     assert files_in(excluded) >= CODE
     assert read_json(excluded / "1_Pooling" / "config.json")["include_prompt"] is False
-    assert read_json(excluded / "mote.json")["steps"][-1]["settings"]["changes"]["instruction_pooling"] == "excluded"
+    assert read_json(excluded / "mote.json")["steps"][-1]["settings"]["instruction_pooling"] == "excluded"
     assert "left out of the pooling" in (excluded / "README.md").read_text()
     back = mote.configure(excluded, tmp_path / "back", instruction_pooling="included")
     assert instruction_pooling_in(back) == "included"

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from mote import remote
 from mote.files import read_json, write_json
-from mote.remote.configuration_mote import require_known
 
 MODULES = "modules.json"
 TRANSFORMER_SETTINGS = "sentence_bert_config.json"
@@ -178,7 +177,6 @@ class Pipeline:
 
     def set_instruction_pooling(self, value: str) -> None:
         """Let the model pool its instructions or not, as one of `POOLED`."""
-        require_known(value, POOLED, INSTRUCTION_POOLING)
         require_poolable(value, self.retrieval.kind)
         included = value == "included"
         first, *others = self.modules
