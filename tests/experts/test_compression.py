@@ -368,7 +368,7 @@ def test_the_command(
 def test_what_reads_weights_or_trains_them(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     low, small = (str(compress(trained, tmp_path / next(iter(way)), **way)) for way in WAYS)
     with pytest.raises(ValueError, match=r"are compressed .* cannot be compared"):
-        weight_change_of(low)
+        weight_change_of(low, str(trained))
     sizes = {model: estimate_memory(config_of(model), batch_size=8, length=16).weights for model in (low, str(trained))}
     assert sizes[low] < sizes[str(trained)]
     assert main(["memory", small, "--batch-size", "8", "--length", "16"]) == 1
