@@ -14,7 +14,7 @@ from helpers.checkpoints import contents, dense_checkpoint, read_json, trusted
 from helpers.paths import ROOT, SMALL_MOTE
 from helpers.random_kills import kill_at_random
 from helpers.rows import write_rows
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import SentenceTransformer, SparseEncoder
 from sentence_transformers.util import mine_hard_negatives
 
 import mote
@@ -353,8 +353,14 @@ def test_a_sparse_teacher(retrieval: Any, data: Path, tmp_path: Path) -> None:
     source = dense_checkpoint(tmp_path / "tiny", head="mlm")
     folder = mote.upcycle(source, tmp_path / "sparse", retrieval=retrieval)
     command = ["mine", "retrieval/few", "--model", str(folder), "--data", str(data), "--trust-remote-code"]
-    assert main([*command, "--negatives", "1", "--out", str(tmp_path / "mined"), "--device", "cpu"]) == 0
-    assert len(rows_in(tmp_path / "mined/retrieval/few/train.jsonl.gz")) == 6
+    command += ["--negatives", "1", "--relative-margin", "-1", "--batch-size", "4", "--device", "cpu"]
+    assert main([*command, "--out", str(tmp_path / "mined")]) == 0
+    encoder = SparseEncoder(str(folder), trust_remote_code=True, device="cpu")
+    documents = [row["positive"] for row in ROWS[:6]]
+    queries = encoder.encode_query([row["query"] for row in ROWS[:6]]).to_dense()
+    scores = (queries @ encoder.encode_document(documents).to_dense().T).fill_diagonal_(-np.inf)
+    nearest = [documents[place] for place in scores.argmax(dim=1)]
+    assert [row["negative_1"] for row in rows_in(tmp_path / "mined/retrieval/few/train.jsonl.gz")] == nearest
     with pytest.raises(ValueError, match="truncate_dim"):
         mine(data, folder, "fewer", trust_remote_code=True, dimensions=8)
 
