@@ -88,10 +88,7 @@ def read_texts(files: Iterable[str | Path], options: EmbedOptions) -> Iterator[C
 
 
 def write_texts(path: Path, texts: Iterable[CorpusText]) -> tuple["Dataset", str]:
-    """Write texts to an Arrow file; return them memory-mapped, and a hash of them.
-
-    Neither the length of the corpus nor the workers of a cluster matter then.
-    """
+    """Write texts to an Arrow file, from which a cluster's workers read, too; return them memory-mapped, and a hash."""
     import pyarrow
     from datasets import Dataset
 
