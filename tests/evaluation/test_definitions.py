@@ -30,19 +30,26 @@ def both(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.long
-def test_instructions_of_datasets(trained: Path, both: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = mote.configure(trained, tmp_path / "excluded", instruction_pooling="excluded")
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
+    """The prompt and the expert of each batch, and whether some of its tokens are left out of the pooling."""
     seen: set[tuple[Any, ...]] = set()
     tokenize = SentenceTransformer.preprocess
 
     def spy(self: Any, inputs: Any, prompt: Any = None, **kwargs: Any) -> Any:
         features = tokenize(self, inputs, prompt, **kwargs)
-        left_out = bool((features["attention_mask"] - features["pooling_mask"]).any())
+        mask = features["attention_mask"]
+        left_out = bool((mask - features.get("pooling_mask", mask)).any())
         seen.add((prompt, self[0].config.expert_of(features["route"]), left_out))
         return features
 
     monkeypatch.setattr(SentenceTransformer, "preprocess", spy)
+    return seen
+
+
+@pytest.mark.long
+def test_instructions_of_datasets(trained: Path, both: Path, tmp_path: Path, seen: set[tuple[Any, ...]]) -> None:
+    model = mote.configure(trained, tmp_path / "excluded", instruction_pooling="excluded")
     where: dict[str, Any] = {"data": both, "tasks": ["trivia", "arxiv"], "limit": 40, "trust_remote_code": True}
     where["out"] = tmp_path / "out"
     own = evaluate([str(model)], **where)
@@ -72,23 +79,14 @@ def test_instructions_of_datasets(trained: Path, both: Path, tmp_path: Path, mon
 
 
 @pytest.mark.long
-def test_tasks_without_instructions(trained: Path, both: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_without_instructions(trained: Path, both: Path, tmp_path: Path, seen: set[tuple[Any, ...]]) -> None:
     """The type of a dataset says which expert its texts reach, where no instruction does."""
-    seen = set()
-    tokenize = SentenceTransformer.preprocess
-
-    def spy(self: Any, inputs: Any, prompt: Any = None, **kwargs: Any) -> Any:
-        features = tokenize(self, inputs, prompt, **kwargs)
-        seen.add((prompt, features["route"]))
-        return features
-
-    monkeypatch.setattr(SentenceTransformer, "preprocess", spy)
     tasks = mote.load(trained).config.tasks
     model = mote.configure(trained, tmp_path / "without", instructions=dict.fromkeys(tasks, ""))
     where: dict[str, Any] = {"tasks": ["trivia", "arxiv"], "limit": 40, "trust_remote_code": True}
     assert not evaluate([str(model)], data=both, out=tmp_path / "out", **where).failures
-    assert {task for _, task in seen} == {"clustering", "query", "document"}
-    assert not any(prompt for prompt, _ in seen)
+    assert {expert for _, expert, _ in seen} == {"clustering", "search_query", "search_document"}
+    assert not any(prompt for prompt, _, _ in seen)
 
 
 @pytest.mark.parametrize("name", ["CQADupstackRetrieval", "Core17InstructionRetrieval", "InstructIR"])
