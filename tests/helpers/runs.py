@@ -49,6 +49,13 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
+def assert_same_weights(found: Path, expected: Path) -> None:
+    """Two models are the same, bit for bit."""
+    ours, theirs = weights(found), weights(expected)
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].equal(weight) for name, weight in theirs.items())
+
+
 def train_step(folder: Path) -> dict[str, Any]:
     """The record of the run that trained a model."""
     step = read_steps(folder)[-1]

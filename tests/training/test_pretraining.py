@@ -16,7 +16,7 @@ from helpers.checkpoints import dense_checkpoint, edit_json, files_in, read_json
 from helpers.families import batch
 from helpers.paths import EXAMPLE_DATA, ROOT
 from helpers.random_kills import kill_at_random
-from helpers.runs import environment, launcher, read_log, stop_after, weights
+from helpers.runs import assert_same_weights, environment, launcher, read_log, stop_after, weights
 from torch import nn
 from transformers import AutoModelForMaskedLM
 
@@ -63,12 +63,6 @@ def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..
         return out
 
     return run
-
-
-def assert_same_weights(found: Path, expected: Path) -> None:
-    ours, theirs = weights(found), weights(expected)
-    assert ours.keys() == theirs.keys()
-    assert all(ours[name].equal(weight) for name, weight in theirs.items())
 
 
 def test_masked_language_modelling(whole: Callable[..., Path]) -> None:
