@@ -1,13 +1,13 @@
 """The model that a recipe starts from: all its weights, of the recipe's kind."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import dense_checkpoint, published_nomic, trusted
-from helpers.runs import overrides
-from safetensors.torch import load_file, save_file
+from helpers.checkpoints import dense_checkpoint, edit_weights, published_nomic, trusted
+from helpers.runs import overrides, weights
 
 from mote import upcycle
 from mote.checkpoints.models import load_dense, positions_of
@@ -37,21 +37,16 @@ def test_nomics_published_formats_start_with_their_weights(prefix: bool, tmp_pat
     source = published_nomic(tmp_path / "nomic", prefix)
     model, names = build_model(dense_recipe(source), open_checkpoint(str(source)), tmp_path / "run")
     expected = load_dense(open_dense(str(source)))[0].state_dict()
-    weights = model[0].model.state_dict()
-    assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
+    loaded = model[0].model.state_dict()
+    assert all(torch.equal(loaded[name], weight) for name, weight in expected.items())
     assert names.instruction_of("clustering") == model.prompts["clustering"] == "clustering: "
     assert (tmp_path / "run" / START_FOLDER).is_dir()
 
 
 def test_weights_that_are_missing_are_named(dense: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    for file in dense.iterdir():
-        (broken / file.name).write_bytes(file.read_bytes())
-    weights = load_file(broken / "model.safetensors")
-    gone = next(name for name in weights if name.endswith("intermediate.dense.weight"))
-    del weights[gone]
-    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    broken = Path(shutil.copytree(dense, tmp_path / "broken"))
+    gone = next(name for name in weights(broken) if name.endswith("intermediate.dense.weight"))
+    edit_weights(broken, **{gone: None})
     with pytest.raises(ValueError, match=r"broken lacks weights .*intermediate\.dense\.weight"):
         build_model(dense_recipe(broken), open_checkpoint(str(broken)), tmp_path / "run")
 
@@ -65,15 +60,30 @@ def test_learned_positions_are_counted_without_weights(name: str, positions: int
     assert positions_of(mote) == positions
 
 
-def test_the_source_is_of_the_recipes_kind(fresh_folder: Path, data: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is a MoTE"):
-        train("ic", overrides(fresh_folder, data, tmp_path / "run"))
-    with pytest.raises(ValueError, match=r"of the kind 'mote', but the recipe says model.kind=token_routed"):
-        train("tlr", overrides(fresh_folder, data, tmp_path / "run"))
-    with pytest.raises(ValueError, match=r"differs from the recipe in model.layers. Its experts: .* 0, 1, 2"):
-        train("mote-every-other", overrides(fresh_folder, data, tmp_path / "run"))
-    with pytest.raises(ValueError, match=r"differs from the recipe in model.experts, model.tasks"):
-        train("mote-objectives", overrides(fresh_folder, data, tmp_path / "run"))
+ROUTED = ("model.kind=token_routed", "model.layers=[1]")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "source", "more", "message"),
+    [
+        ("ic", "fresh_folder", (), "is a MoTE"),
+        ("tlr", "fresh_folder", (), r"of the kind 'mote', but the recipe says model.kind=token_routed"),
+        ("mote", "token_routed", (), r"kind 'token_routed', .* set it to token_routed, .*`mote upcycle` adds task"),
+        ("mote-every-other", "fresh_folder", (), r"differs .* in model.layers. Its experts: .* 0, 1, 2"),
+        ("mote-objectives", "fresh_folder", (), r"differs from the recipe in model.experts, model.tasks"),
+        ("mote", "token_routed", (*ROUTED, "model.num_experts_per_tok=3"), r"differs .* in model.num_experts_per_tok"),
+        ("mote", "upcycled", ("model.num_experts=3",), r"is already a MoTE, and differs .* in model.num_experts"),
+        ("mote", "upcycled", ("model.router_aux_loss_coef=0.1",), r"differs .* in model.router_aux_loss_coef"),
+        ("mote", "dense", ("model.num_experts=3", "model.router_aux_loss_coef=0.1"), "num_experts"),
+        ("mote", "upcycled", ("model.instructions=false",), r"model.instructions is false, but .* remove them first"),
+    ],
+)
+def test_sources_that_do_not_suit_the_recipe(
+    recipe: str, source: str, more: tuple[str, ...], message: str, request: pytest.FixtureRequest
+) -> None:
+    folder = request.getfixturevalue(source)
+    with pytest.raises(ValueError, match=message):
+        names_of(load_recipe(recipe, [f"model.source={folder}", *more]), open_checkpoint(str(folder)))
 
 
 @pytest.mark.parametrize("name", ["ic", "mote"])
@@ -96,9 +106,7 @@ def test_without_dropout_training_draws_no_random_numbers(name: str, dense: Path
 
 
 @pytest.mark.long
-def test_task_experts_that_are_token_routed(
-    trained_hierarchical: Path, token_routed: Path, data: Path, tmp_path: Path
-) -> None:
+def test_task_experts_that_are_token_routed(trained_hierarchical: Path, data: Path, tmp_path: Path) -> None:
     settings = overrides(trained_hierarchical, data, tmp_path / "run", "training.mini_batch_size=null")
     ready = TrainingRun("mote", settings).prepare()
     assert {type(loss.loss) for loss in ready.trainer.loss.values()} == {LoadBalancedLoss}
@@ -123,34 +131,14 @@ def test_task_experts_that_are_token_routed(
     assert all(torch.equal(weight, loaded[0].model.state_dict()[key]) for key, weight in model.state_dict().items())
     with pytest.raises(ValueError, match=r"load-balancing loss of a token router .* would be lost: set training.bf16"):
         train("mote", overrides(trained_hierarchical, data, tmp_path / "fp16", "training.fp16=true"))
-    with pytest.raises(ValueError, match=r"kind 'token_routed', .* set it to token_routed, .*`mote upcycle` adds task"):
-        train("mote", overrides(token_routed, data, tmp_path / "other"))
 
 
 def test_the_recipe_decides_on_the_load_balancing_of_a_token_routed_source(token_routed: Path, tmp_path: Path) -> None:
     def built(*more: str) -> Any:
-        settings = ["model.kind=token_routed", "model.layers=[1]", f"model.source={token_routed}", *more]
+        settings = [*ROUTED, f"model.source={token_routed}", *more]
         source = open_checkpoint(str(token_routed))
         return build_model(load_recipe("mote", settings), source, tmp_path / "run")[0][0].model.config
 
     before = built().router_aux_loss_coef
     assert before > 0
     assert built("model.router_aux_loss_coef=0").router_aux_loss_coef == 0
-    with pytest.raises(ValueError, match=r"is already a MoTE, and differs .* in model.num_experts_per_tok"):
-        built("model.num_experts_per_tok=3")
-
-
-def test_settings_of_token_routing_need_it(dense: Path, upcycled: Path) -> None:
-    kept = ("model.num_experts=3", "model.router_aux_loss_coef=0.1")
-    with pytest.raises(ValueError, match="num_experts"):
-        names_of(load_recipe("mote", [f"model.source={dense}", *kept]), open_checkpoint(str(dense)))
-    for setting in kept:
-        settings = load_recipe("mote", [f"model.source={upcycled}", setting])
-        with pytest.raises(ValueError, match=f"is already a MoTE, and differs .* in {setting.partition('=')[0]}"):
-            names_of(settings, open_checkpoint(str(upcycled)))
-
-
-def test_instructions_of_a_mote_are_not_half_left_out(upcycled: Path) -> None:
-    recipe = load_recipe("mote", [f"model.source={upcycled}", "model.instructions=false"])
-    with pytest.raises(ValueError, match=r"model.instructions is false, but .* has instructions: remove them first"):
-        names_of(recipe, open_checkpoint(str(upcycled)))
