@@ -128,14 +128,6 @@ def test_a_run_resumes_with_what_it_was_begun_with(tmp_path: Path) -> None:
         folder.require_same(processes={"number": 1})
 
 
-@pytest.mark.long
-def test_a_model_is_not_the_folder_of_a_run(settings: list[str]) -> None:
-    """Though it holds a recipe."""
-    model = train("ic", settings)
-    with pytest.raises(FileExistsError, match="something other than a run"):
-        train("ic", [*settings, f"output={model}"], overwrite=True)
-
-
 @pytest.mark.parametrize("output", ["/proc/run", "/dev/null/run"])
 def test_an_output_that_cannot_be_written(output: str, settings: list[str]) -> None:
     """It is found before anything is read."""
@@ -192,15 +184,7 @@ def test_a_start_model_left_by_a_kill_is_not_used(tiny: Path, data: Path, fresh_
     assert not folder.start.exists()
 
 
-def test_a_foreign_folder_is_left_alone(tiny: Path, data: Path, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "thesis.txt").write_text("years of work")
-    with pytest.raises(FileExistsError, match="something other than a run"):
-        train("mote", overrides(tiny, data, tmp_path / "run"), overwrite=True)
-    assert (tmp_path / "run" / "thesis.txt").read_text() == "years of work"
-
-
-@pytest.mark.parametrize("name", ["recipe.yaml", "start/data.jsonl", "checkpoints/checkpoint-500/state", "model/x"])
+@pytest.mark.parametrize("name", ["recipe.yaml", "thesis.txt", "checkpoints/checkpoint-500/state", "model/x"])
 def test_files_like_those_of_a_run_are_left_alone(name: str, tmp_path: Path) -> None:
     """Without the file that marks the folder of a run: another trainer's checkpoint, for example."""
     run, recipe = RunFolder(tmp_path / "run"), load_recipe("smoke", [f"output={tmp_path / 'run'}"])

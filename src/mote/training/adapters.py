@@ -1,4 +1,4 @@
-"""Adapters: weights of PEFT's, trained in place of the model's own, then merged into these or saved separately.
+"""LoRA adapters: weights of PEFT's, trained in place of the model's own, then merged into these or saved separately.
 
 PEFT injects adapters, Sentence-Transformers and Transformers save and load them. Added here is what a MoTE needs:
 copies of one expert share their frozen weights, so that several experts take the memory of one dense model.
@@ -37,8 +37,7 @@ def adapt(network: Any, settings: PeftSettings, only_experts: list[str] | None =
         ImportError: If PEFT is not installed; it is among the extras.
         TypeError, ValueError: If PEFT refuses the settings, or no module is a target.
     """
-    from peft import PeftType
-    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+    from peft import LoraConfig
 
     targets, saved = settings.targets, [*settings.modules_to_save]
     outside = [OUTSIDE[targets]] if targets in ("shared", "experts") else []
@@ -49,14 +48,15 @@ def adapt(network: Any, settings: PeftSettings, only_experts: list[str] | None =
         saved.append("pooling")
         outside.append(r"pooling\..*")
     arguments: dict[str, Any] = {
+        "r": settings.r,
+        "lora_alpha": settings.alpha,
+        "lora_dropout": settings.dropout,
         "target_modules": "all-linear" if targets in ("shared", "experts") else targets,
         "exclude_modules": "|".join(outside) or None,
         "modules_to_save": saved or None,
+        **settings.arguments,
     }
-    if settings.method == "lora":
-        arguments |= {"r": settings.r, "lora_alpha": settings.alpha, "lora_dropout": settings.dropout}
-    config_class: Any = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(settings.method.upper())]
-    network.add_adapter(config_class(**{**arguments, **settings.arguments}))
+    network.add_adapter(LoraConfig(**arguments))
     base_dtype = getattr(torch, settings.base_dtype)
     embeddings = {id(module.weight) for module in network.modules() if isinstance(module, nn.Embedding)}
     for module in network.modules():

@@ -100,11 +100,7 @@ def _dense_model(recipe: Recipe, source: Checkpoint, folder: Path, names: MoTECo
     require_all_weights(model, str(native))
     model.prompts = {**st.prompts_of(names)}
     if model.default_prompt_name not in (None, *model.prompts):  # Sentence-Transformers would refuse to load the result
-        logger.warning(
-            "The default prompt %r of %s does not belong to any task of the recipe, and is no longer the default",
-            model.default_prompt_name,
-            source.name,
-        )
+        logger.warning("The default prompt %r is not of a task, and no longer the default", model.default_prompt_name)
         model.default_prompt_name = None
     if settings.pooling is not None:
         _set_pooling(model, settings.pooling)

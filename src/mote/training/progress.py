@@ -189,9 +189,6 @@ class TaskProgress(ProgressCallback):
             self.losses[last["task"]] = f"{last['loss']:.3f}"
             self.training_bar.set_postfix(self.losses)
 
-    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
-        """Show no bar for held-out texts."""
-
 
 class RunCallback(TrainerCallback):
     """Writes the trainer's log with the counts of each step, stops on non-finite values, completes the checkpoints.

@@ -120,22 +120,20 @@ class TrainerSettings(Settings):
 
 
 class PeftSettings(Settings):
-    """Adapters of the library PEFT, trained in place of the model's own weights.
+    """LoRA adapters of the library PEFT, trained in place of the model's own weights.
 
     Attributes:
-        method: Adapter method, by its name in PEFT.
-        r: Rank of LoRA.
-        alpha: Scaling of LoRA: updates are multiplied by alpha / r.
-        dropout: Dropout on LoRA's inputs.
+        r: Rank.
+        alpha: Scaling: updates are multiplied by alpha / r.
+        dropout: Dropout on the adapters' inputs.
         targets: What gets adapters: `all-linear` layers; in a MoTE, only those that the experts share (`shared`), or
             those of each expert (`experts`); or PEFT's `target_modules`: a list of name suffixes, or a pattern.
         modules_to_save: Modules that are trained in full beside the adapters, by name endings.
-        arguments: Further arguments of the method's PEFT config (`use_dora`, `use_rslora` …).
+        arguments: Further arguments of PEFT's `LoraConfig` (`use_dora`, `use_rslora` …).
         base_dtype: Dtype of the frozen linear layers; use `bfloat16` with `training.bf16`, which rounds them anyway.
         merge: Whether adapters are merged into the weights at the end. If not, `model/` contains only the adapters.
     """
 
-    method: Literal["lora", "loha", "lokr", "ia3", "oft", "hra"] = "lora"
     r: int = Field(default=16, ge=1)
     alpha: float = Field(default=32, gt=0)
     dropout: float = Field(default=0.1, ge=0, lt=1)
@@ -144,13 +142,6 @@ class PeftSettings(Settings):
     arguments: dict[str, Any] = {}
     base_dtype: Literal["float32", "bfloat16"] = "float32"
     merge: bool = True
-
-    @model_validator(mode="after")
-    def _of_lora(self) -> "PeftSettings":
-        given = sorted(self.model_fields_set & {"r", "alpha", "dropout"})
-        if self.method != "lora" and given:
-            raise ValueError(f"{', '.join(given)}: settings of LoRA; put those of {self.method} into `arguments`")
-        return self
 
 
 class TrainingSettings(TrainerSettings):
