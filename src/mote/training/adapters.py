@@ -24,18 +24,9 @@ OUTSIDE = {"shared": r"(?!(.*\.)?shared\.).*", "experts": r"(?!(.*\.)?experts\.)
 
 
 def adapt(network: Any, settings: PeftSettings, only_experts: list[str] | None = None) -> None:
-    """Freeze a Transformers model, and give it adapters to train.
+    """Freeze a Transformers model, and give it adapters to train: all that the targets name, or `only_experts`.
 
     A pooling with weights, which may be new, is trained in full, unless only some experts are trained.
-
-    Args:
-        network: The model; changed in place.
-        settings: `training.peft`.
-        only_experts: The only modules to get adapters: these experts. Default: all that the targets name.
-
-    Raises:
-        ImportError: If PEFT is not installed; it is among the extras.
-        TypeError, ValueError: If PEFT refuses the settings, or no module is a target.
     """
     from peft import LoraConfig
 
@@ -72,11 +63,7 @@ def network_of(model: SentenceTransformer | SparseEncoder) -> Any:
 
 
 def share_weights(model: Any) -> None:
-    """Make all experts of a MoTE from the one that is loaded, as separate modules with the same weights.
-
-    Args:
-        model: A `MoTEModel` with one expert loaded; changed in place.
-    """
+    """Make all experts of a `MoTEModel` from the one that is loaded, as separate modules with the same weights."""
     (loaded,) = model.config.available_experts
     for block in model.blocks:
         expert = block.experts[loaded]

@@ -2,8 +2,6 @@
 
 import contextlib
 import logging
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,18 +40,9 @@ logger = logging.getLogger(__name__)
 def build_model(
     recipe: Recipe, source: Checkpoint, scratch: Path
 ) -> tuple[SentenceTransformer | SparseEncoder, MoTEConfig]:
-    """Build the model that a recipe trains.
+    """Build the model that a recipe trains, and a config with its tasks and instructions; errors as in `names_of`.
 
-    Args:
-        recipe: The recipe.
-        source: Its opened source.
-        scratch: Folder for a temporary one, `.mote-start`, with a model that is made from the source: upcycled, e.g.
-
-    Returns:
-        The model, and a config with its tasks and instructions (the model's own if it has experts).
-
-    Raises:
-        ValueError: If the source does not suit the recipe, or the recipe names a task that the model does not know.
+    A model that is made from the source (upcycled, for example) is written into `.mote-start` in the folder `scratch`.
     """
     settings, adapters = recipe.model, recipe.training.peft
     names = names_of(recipe, source)
@@ -136,23 +125,18 @@ def _mote_folder(recipe: Recipe, source: Checkpoint, folder: Path) -> Path:
 
 def _link(source: Path, folder: Path) -> None:
     """Copy a model's folder with links in place of files, which takes no space."""
-    shutil.copytree(source.resolve(), folder, copy_function=os.symlink)
+    for path in source.rglob("*"):
+        if path.is_file():
+            link = folder / path.relative_to(source)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(path.resolve())
 
 
 def native_folder(source: Checkpoint, folder: Path, bidirectional: bool = False) -> Path:
     """Return a folder from which Sentence-Transformers loads a dense source with all its weights.
 
-    Args:
-        source: The opened source.
-        folder: Folder for the native format. It is written, unless it exists, if the source has a format that only this
-            package reads (Nomic's first one), or is to attend in both directions.
-        bidirectional: Whether a decoder is to attend in both directions.
-
-    Returns:
-        The source's own folder, or `folder`.
-
-    Raises:
-        ValueError: If a source that is not a decoder is to attend in both directions.
+    It is the source's own, or `folder`, which is written unless it exists: if the source has a format that only this
+    package reads (Nomic's first one), or is a decoder that is to attend in both directions.
     """
     if bidirectional or is_bidirectional(source.config):
         config = make_bidirectional(source.config, source.name)

@@ -59,13 +59,9 @@ def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
 
 
 def encodings(names: MoTEConfig, kind: str) -> dict[str, dict[str, Any]]:
-    """Return the arguments of `encode` for the texts of each task.
+    """Return the arguments of `encode` for the texts of each task, given the model's kind.
 
     An empty prompt stays empty, where none at all would be the model's default prompt.
-
-    Args:
-        names: Tasks and instructions.
-        kind: `model.kind` of the recipe.
     """
     return {
         task: {"prompt": names.instruction_of(task), **({"task": task} if kind == "mote" else {})}
@@ -92,11 +88,7 @@ def upcycling_options(settings: ModelSettings, retrieval: RetrievalSettings | No
 
 
 def retrieval_of(recipe: Recipe, source: Checkpoint) -> Retrieval:
-    """Return the vectors that a recipe's model gives; settings that it leaves out are as in the source.
-
-    Raises:
-        ValueError: If the source cannot give them.
-    """
+    """Return the vectors that a recipe's model gives; settings that it leaves out are as in the source."""
     own, wanted = retrieval_in(source.folder), recipe.retrieval
     if wanted.kind == "dense":
         if own.kind != "dense":
@@ -120,11 +112,7 @@ def set_router_loss(config: MoTEConfig, settings: ModelSettings) -> None:
 
 
 def matching_config(settings: ModelSettings, source: Checkpoint) -> MoTEConfig:
-    """Return the config of a source that already is a MoTE, with the recipe's weight of the load-balancing loss.
-
-    Raises:
-        ValueError: If the source differs from the recipe, cannot be trained, or its code is not trusted.
-    """
+    """Return the config of a source that already is a MoTE, with the recipe's weight of the load-balancing loss."""
     config: Any = source.config
     name, found = settings.source, "token_routed" if config.model_type == TOKEN_ROUTED else "mote"
     if found != settings.kind:

@@ -88,12 +88,8 @@ class RunFolder:
     def open(self, recipe: RunSettings, overwrite: bool) -> Path | None:
         """Return the checkpoint from which a run of the recipe would resume here, if any. Changes nothing.
 
-        Args:
-            recipe: The recipe.
-            overwrite: Start over, discarding any earlier run here.
-
         Raises:
-            FileExistsError: If a run has finished here, or the folder holds something other than a run.
+            FileExistsError: If a run has finished here, which is not to be overwritten, or as in `check`.
             ValueError: If the checkpoints here belong to a run with other settings.
         """
         self.check(recipe)
@@ -110,14 +106,7 @@ class RunFolder:
         return checkpoint
 
     def require_same(self, **identity: dict[str, Any]) -> None:
-        """Check that a run resumes with what it was begun with.
-
-        Args:
-            **identity: Some parts of the run's identity, as `begin` takes it.
-
-        Raises:
-            ValueError: If a part differs; the message names what, with both values.
-        """
+        """Raise `ValueError` if a part of the run's identity differs from what it was begun with."""
         kept = read_json(self.path / RUN_FILE)
         for part, ours in identity.items():
             theirs = kept[part]
