@@ -104,10 +104,9 @@ def _dense_model(recipe: Recipe, source: Checkpoint, folder: Path, names: MoTECo
 
 def _mote_folder(recipe: Recipe, source: Checkpoint, folder: Path) -> Path:
     """Return the folder of a MoTE as the recipe describes it: the source's own, or `folder`, which is then written."""
-    own = retrieval_in(source.folder), instruction_pooling_in(source.folder)
-    retrieval = retrieval_of(recipe, source)
-    pooled = recipe.model.instruction_pooling or own[1]
-    if is_mote(source.config) and (retrieval, pooled) == own:
+    retrieval, pooled = retrieval_of(recipe, source), recipe.model.instruction_pooling
+    as_source = retrieval == retrieval_in(source.folder) and pooled in (None, instruction_pooling_in(source.folder))
+    if is_mote(source.config) and as_source:
         return source.folder
     with processes().main_process_first(), _no_progress():
         if folder.exists():
@@ -116,9 +115,9 @@ def _mote_folder(recipe: Recipe, source: Checkpoint, folder: Path) -> Path:
             _link(source.folder, folder)
         else:
             upcycle(source, folder, upcycling_options(recipe.model, recipe.retrieval))
-        if retrieval != retrieval_in(folder):
+        if retrieval != retrieval_in(folder):  # upcycling does not take the weight of a hybrid score
             write_retrieval(folder, retrieval)
-        if is_mote(source.config) and pooled != own[1]:
+        if pooled not in (None, instruction_pooling_in(folder)):
             write_instruction_pooling(folder, pooled)
     return folder
 
