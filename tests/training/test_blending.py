@@ -155,8 +155,8 @@ def test_labels_as_positives(tmp_path: Path) -> None:
     ("dataset", "changes", "message"),
     [
         ({"label_texts": {"0": "no"}}, {}, "some: label_texts need pairs=label_text"),
-        ({"min_score": 4}, {"loss": "CoSENTLoss"}, "some: min_score is for InfoNCE, not for CoSENTLoss"),
-        ({"min_score": 4, "loss": "CoSENTLoss"}, {}, "some: min_score is for InfoNCE, not for CoSENTLoss"),
+        ({"min_score": 4}, {"loss": "CoSENTLoss"}, "some: for min_score the loss must be InfoNCE, got CoSENTLoss"),
+        ({"min_score": 4, "loss": "CoSENTLoss"}, {}, "some: for min_score the loss must be InfoNCE, got CoSENTLoss"),
     ],
 )
 def test_settings_without_effect(dataset: dict[str, Any], changes: dict[str, Any], message: str) -> None:
@@ -193,9 +193,9 @@ def test_scored_pairs_in_both_directions(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("tasks.retrieval.loss=CoSENTLoss", "blended batches have the loss InfoNCE, not CoSENTLoss"),
+        ("tasks.retrieval.loss=CoSENTLoss", "for blended batches the loss must be InfoNCE, got CoSENTLoss"),
         ("tasks.retrieval.in_batch_negatives=false", "have no negatives: in_batch_negatives is false"),
-        ("retrieval.kind=sparse", "blended batches are for dense vectors"),
+        ("retrieval.kind=sparse", "blended batches: for dense vectors, got retrieval.kind=sparse"),
     ],
 )
 def test_settings_that_do_not_hold(override: str, message: str, tiny: Path, data: Path, tmp_path: Path) -> None:

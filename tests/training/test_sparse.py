@@ -127,8 +127,8 @@ def test_from_a_mote(source: Path, pairs: Path, tmp_path: Path) -> None:
 
 def test_settings_that_contradict_each_other(source: Path, pairs: Path, tmp_path: Path) -> None:
     for override, message in {
-        "model.kind=dense": "retrieval.kind=sparse needs a MoTE",
-        "training.matryoshka=halves": "training.matryoshka is for dense vectors",
+        "model.kind=dense": "model.kind=dense: for dense vectors, got retrieval.kind=sparse",
+        "training.matryoshka=halves": "training.matryoshka: for dense vectors",
         "retrieval.warmup_ratio=0": "retrieval.warmup_ratio",
         "retrieval.sparse_from=logits": "retrieval.sparse_from",
     }.items():

@@ -120,11 +120,6 @@ def matching_config(settings: ModelSettings, source: Checkpoint) -> MoTEConfig:
             f"{name} is a MoTE of the kind {found!r}, but the recipe says model.kind={settings.kind}: set it to "
             f"{found}, or make another model first (`mote upcycle` adds task experts, `mote average` removes them)"
         )
-    if getattr(config, "expert_bits", None) is not None:
-        raise ValueError(
-            f"{name} has 8-bit experts, which cannot be trained: train the model as it was before `mote compress`, and "
-            "compress the result"
-        )
     if not source.is_local and not settings.trust_remote_code:
         raise ValueError(f"{name} comes with code of its own: read it, then set model.trust_remote_code=true")
     if wrong := _differing(settings, config):

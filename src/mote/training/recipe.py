@@ -81,29 +81,27 @@ class Recipe(RunSettings):
 
     @model_validator(mode="after")
     def _fits_retrieval(self) -> "Recipe":
-        if self.retrieval.kind != "dense" and self.model.kind == "dense":
-            raise ValueError(
-                f"retrieval.kind={self.retrieval.kind} needs a MoTE: with one expert (model.experts) it computes the "
-                "same as a dense model"
-            )
-        if self.retrieval.kind != "dense" and self.training.matryoshka:
-            raise ValueError(f"training.matryoshka is for dense vectors, got retrieval.kind={self.retrieval.kind}")
-        if self.retrieval.kind != "dense" and any(task.batches == "blended" for task in self.tasks.values()):
-            raise ValueError(f"blended batches are for dense vectors, got retrieval.kind={self.retrieval.kind}")
+        for_dense = {
+            "model.kind=dense": self.model.kind == "dense",
+            "training.matryoshka": self.training.matryoshka,
+            "blended batches": any(task.batches == "blended" for task in self.tasks.values()),
+        }
+        given = [name for name, is_given in for_dense.items() if is_given]
+        if given and self.retrieval.kind != "dense":
+            raise ValueError(f"{', '.join(given)}: for dense vectors, got retrieval.kind={self.retrieval.kind}")
         return self
 
     @model_validator(mode="after")
     def _fits_peft(self) -> "Recipe":
-        peft = self.training.peft
-        if peft is None:
-            return self
-        if self.training.start_weight:
-            raise ValueError(
-                "training.start_weight moves the model's own weights, which adapters leave as they are: set it to 0; "
-                "for weaker adapters, lower training.peft.alpha"
-            )
-        if peft.base_dtype == "bfloat16" and not self.training.bf16:
-            raise ValueError("training.peft.base_dtype=bfloat16 needs mixed precision: set training.bf16=true")
+        if self.training.peft is not None:
+            rounded = self.training.peft.base_dtype == "bfloat16"
+            needed = {
+                # It moves the model's own weights, which adapters leave as they are.
+                "training.start_weight=0 (for weaker adapters, lower training.peft.alpha)": self.training.start_weight,
+                "training.bf16=true, for training.peft.base_dtype=bfloat16": rounded and not self.training.bf16,
+            }
+            if missing := [setting for setting, is_missing in needed.items() if is_missing]:
+                raise ValueError(f"training.peft: set {' and '.join(missing)}")
         return self
 
     @model_validator(mode="after")

@@ -120,16 +120,18 @@ class TaskSettings(Settings):
                 f"{', '.join(own)}: a batch across datasets has the loss and the instruction of its task; make the "
                 "task's batches homogeneous, or move the dataset into a task of its own"
             )
-        others = {self.of(dataset).loss for dataset in self.datasets} - {"InfoNCE"}
-        if others and self.batches == "blended":
-            raise ValueError(f"blended batches have the loss InfoNCE, not {', '.join(sorted(others))}")
-        if others and self.pairs == "label_text":
-            raise ValueError(f"pairs=label_text is for InfoNCE, not for {', '.join(sorted(others))}")
         for dataset in self.datasets:
+            loss = self.of(dataset).loss
+            for_info_nce = {
+                "blended batches": self.batches == "blended",
+                "pairs=label_text": self.pairs == "label_text",
+                "min_score": dataset.min_score is not None,
+            }
+            given = [name for name, is_given in for_info_nce.items() if is_given]
+            if given and loss != "InfoNCE":
+                raise ValueError(f"{dataset.path}: for {', '.join(given)} the loss must be InfoNCE, got {loss}")
             if dataset.label_texts and self.pairs != "label_text":
                 raise ValueError(f"{dataset.path}: label_texts need pairs=label_text, got pairs={self.pairs}")
-            if dataset.min_score is not None and self.of(dataset).loss != "InfoNCE":
-                raise ValueError(f"{dataset.path}: min_score is for InfoNCE, not for {self.of(dataset).loss}")
         return self
 
     def of(self, dataset: DatasetSettings) -> "TaskSettings":
