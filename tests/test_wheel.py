@@ -135,7 +135,7 @@ def test_without_a_clone(python: str, wheel: Path, tmp_path: Path) -> None:
     assert run(mote, "--version", cwd=place).startswith("mote ")
     for command in (("upcycle", "--src", "examples/small-encoder"), ("train", "smoke")):
         error = run(mote, *command, cwd=place, status=1)
-        assert "is in MoTE's repository: run this at the root of a clone, or name another encoder" in error
+        assert "examples/small-encoder is neither a folder nor available on the Hub" in error
     run(mote, "upcycle", "--src", source, "--out", "small-mote", cwd=place)
     encode = """
 import mote

@@ -165,7 +165,8 @@ def test_every_expert_of_the_fixtures_computes_the_original(name: str, shared: P
     with torch.no_grad():
         for expert in EXPERTS:
             found = model(**fixture, task=expert).last_hidden_state
-            assert real_difference(found, expected, fixture["attention_mask"]) <= 1e-6
+            # As for the reference below: kernels differ between processors (1.2e-6 on a Xeon with AVX-512).
+            assert real_difference(found, expected, fixture["attention_mask"]) <= 2e-6
     settings = json.loads((folder / "config.json").read_text())
     reference = reference_forward(published_tensors(folder), settings, **fixture)
     assert real_difference(reference, expected, fixture["attention_mask"]) <= 2e-6
