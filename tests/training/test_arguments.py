@@ -14,6 +14,8 @@ from mote.training.recipe_files import load_recipe
 from mote.training.train import TrainingRun, plan, train
 from mote.training.trainer_settings import TrainingSettings
 
+SHARED = "model.experts=[search_query, search_document, classification, clustering, shared]"
+
 
 @pytest.mark.parametrize(
     ("override", "message"),
@@ -41,20 +43,29 @@ def test_invalid_settings(override: str, message: str, tiny: Path, data: Path, t
         assert not (tmp_path / "run").exists()  # a run that could not start leaves nothing
 
 
-def test_a_dense_model_does_not_pool_by_attention(tiny: Path, data: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"model.pooling=latent_attention: a dense model pools by .*mean"):
-        TrainingRun("ic", overrides(tiny, data, tmp_path / "run", "model.pooling=latent_attention")).prepare()
-
-
-def test_an_expert_called_shared_has_no_weight_of_the_start(tiny: Path, data: Path, tmp_path: Path) -> None:
-    experts = ("model.experts=[search_query, search_document, classification, clustering, shared]",)
-    with pytest.raises(ValueError, match=r"no single part of the model is called 'shared'"):
-        plan("mote", overrides(tiny, data, tmp_path / "run", *experts, "training.start_weight={shared: 0.25}"))
-
-
-def test_a_dense_model_has_one_weight_of_the_start(tiny: Path, data: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"training.start_weight: a model of the kind 'dense' has no task experts"):
-        plan("ic", overrides(tiny, data, tmp_path / "run", "training.start_weight={shared: 0.25}"))
+@pytest.mark.parametrize(
+    ("recipe", "more", "message"),
+    [
+        ("ic", ["model.pooling=latent_attention"], r"model.pooling=latent_attention: a dense model pools by .*mean"),
+        (
+            "ic",
+            ["training.start_weight={shared: 0.25}"],
+            r"start_weight: a model of the kind 'dense' has no task expert",
+        ),
+        (
+            "ic",
+            ["training.only_experts=[clustering]"],
+            r"only_experts: a model of the kind 'dense' has no task experts",
+        ),
+        ("tlr", ["training.only_experts=[clustering]"], r"of the kind 'token_routed' has no task experts"),
+        ("mote", [SHARED, "training.start_weight={shared: 0.25}"], "no single part of the model is called 'shared'"),
+    ],
+)
+def test_settings_that_do_not_suit_the_model(
+    recipe: str, more: list[str], message: str, tiny: Path, data: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(recipe, overrides(tiny, data, tmp_path / "run", *more))
 
 
 def test_the_best_model_is_that_of_the_best_score(tiny: Path, data: Path, tmp_path: Path) -> None:

@@ -78,10 +78,3 @@ def test_only_the_new_expert_moves(tasks: str, how: str, source: Path, tmp_path:
 def test_lines_that_do_not_hold(override: str, message: str, source: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         plan("mote", settings(source, tmp_path / "run", override))
-
-
-def test_models_without_experts_for_tasks(tmp_path: Path) -> None:
-    dense = dense_checkpoint(tmp_path / "tiny")
-    for kind in ("dense", "token_routed"):
-        with pytest.raises(ValueError, match=f"kind '{kind}' has no task experts"):
-            plan("mote", settings(dense, tmp_path / "run", f"model.kind={kind}", "model.tasks={legal: clustering}"))
