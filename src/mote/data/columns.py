@@ -84,7 +84,7 @@ def find_columns(settings: DatasetSource, present: Iterable[str], name: str) -> 
 
 
 def _by_usual_names(given: dict[str, list[str]], name: str) -> Columns | None:
-    """Interpret names of columns, of which each stands for one column of the dataset, or several of negatives."""
+    """Interpret column names, each of which stands for one column of the dataset, or for several with negatives."""
 
     def one_of(usual: tuple[str, ...]) -> tuple[str, ...]:
         found = tuple(column for key in usual for column in given.get(key, ()))

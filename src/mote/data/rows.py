@@ -188,7 +188,7 @@ def split_files(folder: Path, split: str) -> tuple[Path, ...]:
     """
     patterns = (split, f"{split}-[0-9]*", f"{split}/*")
     found = {file: ending for ending in ENDINGS for pattern in patterns for file in folder.glob(pattern + ending)}
-    # Of an incomplete dataset, or of two exports of it, nothing else would tell.
+    # Nothing else would reveal that shards are missing, or that there are two exports.
     totals = {int(shard[1]) for shard in map(_SHARD.search, (file.name for file in found)) if shard}
     forms = {(file.parent, ending, file.name == split + ending) for file, ending in found.items()}
     if len(forms) > 1 or totals - {len(found)}:

@@ -96,7 +96,7 @@ class TrainingSet:
 
 @dataclass
 class TrainingData:
-    """Training sets by name, the datasets of which rows are held out, and a report for each dataset."""
+    """Training sets by name, datasets with held-out rows, and a report for each dataset."""
 
     sets: dict[str, TrainingSet]
     validation: list[DatasetRows]
@@ -149,7 +149,7 @@ def load_data(
         _warn_of_rare_rows(parts, recipe.training.batch_size)
         sets[BLENDED] = _blended(parts)
     for dataset in datasets:
-        # They are in the training sets now.
+        # The training sets hold them now; validation needs only `held_out`.
         dataset.rows = []
     validation = [dataset for dataset in datasets if dataset.held_out]
     return TrainingData(sets, validation, [dataset.report for dataset in datasets])
