@@ -67,14 +67,14 @@ def _pooling_of(module: Module) -> str:
     return POOLING_NAMES.get(modes[0], modes[0]) if len(modes) == 1 else str(tuple(modes))
 
 
-def embedding_dimension(source: Checkpoint, pooling: str | None = None) -> int:
-    """Return the dimension of a source's embeddings, with its own pooling or the one that takes its place."""
+def embedding_dimension(source: Checkpoint) -> int:
+    """Return the dimension of a source's embeddings."""
     dimension = int(source.config.hidden_size)
     for module in pipeline_of(source).modules[1:]:
         settings = module.settings
         if module.pools:
             tokens = settings.get("embedding_dimension", settings.get("word_embedding_dimension", dimension))
-            dimension = tokens * (1 if pooling else len(pooling_modes(settings)))  # several are concatenated
+            dimension = tokens * len(pooling_modes(settings))  # several are concatenated
         dimension = settings.get("out_features", dimension)
     return dimension
 

@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +16,6 @@ from mote.checkpoints.reading import MoTECheckpoint, has_head, is_mote, open_mot
 from mote.checkpoints.staging import refuse_source
 from mote.checkpoints.tensors import require_unquantised
 from mote.checkpoints.writing import Repository, require_writable
-from mote.remote.configuration_mote import require_known
 
 logger = logging.getLogger(__name__)
 
@@ -89,14 +88,12 @@ def transform(
     target = _target(source, out, options)
     in_place = target.resolve() == source.folder.resolve()
     repo_id = require_writable(target, options, None if in_place else source.folder)
-    others = list(_sources_in(arguments.values()))
+    others = _sources_in(arguments.values())
     if not in_place:
         for other in others:
             refuse_source(target, other.folder)
     tokenizer = load_tokenizer(source)
     expert = arguments[spec.loads] if spec.loads else None
-    if expert is not None:
-        require_known(expert, source.config.available_experts, "expert")
     experts = [expert] if expert is not None and source.config.routes_by_task else None
     model = load_mote(source, experts, with_head=True)
     changed = function(model, *args, **kwargs)
@@ -166,12 +163,7 @@ def _shown(value: Any) -> str:
     return ", ".join(f"`{word}`" for word in words) if isinstance(value, Mapping | list) else words[0]
 
 
-def _sources_in(values: Iterable[Any]) -> Iterator[Any]:
-    """Find other sources of a result (expert artefacts) among the arguments."""
-    for value in values:
-        if hasattr(value, "provenance"):
-            yield value
-        elif isinstance(value, Mapping):
-            yield from _sources_in([*value.keys(), *value.values()])
-        elif isinstance(value, list | tuple):
-            yield from _sources_in(value)
+def _sources_in(values: Iterable[Any]) -> list[Any]:
+    """Find other sources of a result, extracted experts, among the arguments: alone, in lists, as keys of mappings."""
+    single = [one for value in values for one in (value if isinstance(value, Mapping | list | tuple) else [value])]
+    return [one for one in single if hasattr(one, "provenance")]
