@@ -46,7 +46,8 @@ def test_invalid_settings(override: str, message: str, tiny: Path, data: Path, t
 @pytest.mark.parametrize(
     ("recipe", "more", "message"),
     [
-        ("ic", ["model.pooling=latent_attention"], r"model.pooling=latent_attention: a dense model pools by .*mean"),
+        ("ic", ["model.pooling=latent_attention", "model.layers=[0]"], r"layers, pooling: for models with experts"),
+        ("ic", ["model.pooling_latents=4"], r"pooling_latents: for models with experts, but model.kind is dense"),
         (
             "ic",
             ["training.start_weight={shared: 0.25}"],
@@ -64,8 +65,9 @@ def test_invalid_settings(override: str, message: str, tiny: Path, data: Path, t
 def test_settings_that_do_not_suit_the_model(
     recipe: str, more: list[str], message: str, tiny: Path, data: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=message):
-        train(recipe, overrides(tiny, data, tmp_path / "run", *more))
+    for run_or_plan in (train, plan):
+        with pytest.raises(ValueError, match=message):
+            run_or_plan(recipe, overrides(tiny, data, tmp_path / "run", *more))
 
 
 def test_the_best_model_is_that_of_the_best_score(tiny: Path, data: Path, tmp_path: Path) -> None:

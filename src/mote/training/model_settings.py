@@ -2,10 +2,10 @@
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from mote.settings import Settings
-from mote.upcycling.options import MoTESettings
+from mote.upcycling.options import POOLING_BY_ATTENTION, POOLING_SIZES, TOKEN_ROUTING, MoTESettings
 
 
 class ModelSettings(MoTESettings):
@@ -28,6 +28,15 @@ class ModelSettings(MoTESettings):
     max_length: int | None = Field(default=None, ge=4)
     attention: str | None = None
     dropout: float | None = Field(default=None, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _fits_kind(self) -> "ModelSettings":
+        given = [name for name in ("shared_modules", *POOLING_SIZES, *TOKEN_ROUTING) if getattr(self, name) is not None]
+        given += ["layers"] if self.layers not in (None, "every") else []
+        given += ["pooling"] if self.pooling in POOLING_BY_ATTENTION else []
+        if self.kind == "dense" and given:
+            raise ValueError(f"{', '.join(given)}: for models with experts, but model.kind is dense")
+        return self
 
 
 class RetrievalSettings(Settings):
