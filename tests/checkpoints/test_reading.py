@@ -157,6 +157,7 @@ SPOILED: dict[str, tuple[dict[str, Any], Callable[[Path], Any], str]] = {
     ),
     "cut safetensors": ({}, lambda folder: cut(folder / "model.safetensors"), r"model\.safetensors.* cannot be read"),
     "cut bin": (BIN, lambda folder: cut(folder / "pytorch_model.bin"), r"model\.bin.* cannot be read"),
+    "empty bin": (BIN, write("pytorch_model.bin", ""), r"model\.bin.* cannot be read"),
     "bin of a list": (
         BIN,
         lambda folder: torch.save([torch.ones(2)], folder / "pytorch_model.bin"),
@@ -197,8 +198,8 @@ SPOILED: dict[str, tuple[dict[str, Any], Callable[[Path], Any], str]] = {
     ),
     "a module of its own code": (
         {},
-        write("modules.json", '[{"path": "", "type": "custom.Module"}]'),
-        "source has a module with code of its own, custom.Module",
+        write("modules.json", '[{"path": "", "type": "user/other--custom.Module"}]'),
+        "source has a module with code of its own, user/other--custom.Module",
     ),
     "unknown pooling": (
         {"sentence_transformers": {"pooling": "max"}},

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import contents, files_in, read_json, trusted
+from helpers.checkpoints import contents, dense_checkpoint, files_in, read_json, trusted
 from helpers.kills import stop_everywhere
 from helpers.on_disk import export
 from sentence_transformers import SentenceTransformer
@@ -84,6 +84,13 @@ def test_texts_that_may_not_pick_their_expert(place: Path) -> None:
     assert (trusted(place).encode(text) == closed.encode(text, task="clustering")).all()
 
 
+def test_the_card_of_a_model_without_instructions(place: Path) -> None:
+    mote.configure(place, instructions=dict.fromkeys(read_json(place / "config.json")["instructions"], ""))
+    card = (place / "README.md").read_text()
+    assert "`prompt_name` picks the expert:" in card
+    assert "begins with an instruction" not in card
+
+
 def test_reworded_prompts_stay(place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Those that are saved with the model, unless the instruction itself is set anew."""
 
@@ -102,10 +109,15 @@ def test_reworded_prompts_stay(place: Path, tmp_path: Path, caplog: pytest.LogCa
     exported = prompts_in(export(tmp_path / "saved", tmp_path / "dense", expert="clustering"))
     assert exported == {"clustering": "Group: ", "Clustering": "Topic: ", "query": "Group: ", "document": "Group: "}
     assert "does not keep" not in caplog.text
+    lost = f"The result does not keep {{}} of {tmp_path / 'saved'}"
+    mote.transform(tmp_path / "saved", tmp_path / "added", mote.experts.add, "groups", instruction="Group: ")
+    told = prompts_in(tmp_path / "added")  # 'Group: ' would now pick the new expert
+    assert (told["clustering"], told["Clustering"], told["groups"]) == ("clustering: ", "Topic: ", "Group: ")
+    assert lost.format("'Group: ', the prompt 'clustering'") in caplog.messages
+    caplog.clear()
     mote.configure(tmp_path / "saved", instructions={"clustering": "New: "})
     told = prompts_in(tmp_path / "saved")
     assert (told["clustering"], told["Clustering"], told["search_document"]) == ("New: ", "New: ", "")
-    lost = f"The result does not keep {{}} of {tmp_path / 'saved'}"
     assert lost.format("'Group: ', the prompt 'clustering'") in caplog.messages
     caplog.clear()
     mote.transform(tmp_path / "saved", tmp_path / "renamed", mote.experts.rename, "search_document", "passage")
@@ -183,3 +195,10 @@ def test_files_that_cannot_grow(upcycled: Path, tmp_path: Path) -> None:
     out = tmp_path / "place" / "tiny-mote"
     for result in stop_everywhere(out, "set", out, "--default-task", "sts", how="file size", old=upcycled):
         assert (result.status, result.out, result.left) == (1, "old", [])
+
+
+def test_a_token_routed_model_never_asks_the_text(tmp_path: Path) -> None:
+    folder = mote.upcycle(str(dense_checkpoint(tmp_path / "dense")), tmp_path / "routed", routing="token")
+    for settings in ({"route_by_text": False}, {"tasks": {"sts": "clustering"}}):
+        with pytest.raises(ValueError, match=rf"{next(iter(settings))} has no effect here"):
+            mote.configure(folder, **settings)

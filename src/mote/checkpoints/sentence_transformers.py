@@ -134,7 +134,12 @@ def _kept_prompts(source: Checkpoint, config: MoTEConfig) -> dict[str, str]:
     new = prompts_of(config)
     own = prompts_of(source.config) if isinstance(source.config, MoTEConfig) else {}
     prompts = source_prompts(source)
-    kept = {name: text for name, text in prompts.items() if own.get(name) == new.get(name)}
+    # One with the instruction of another task would pick that task's expert.
+    kept = {
+        name: text
+        for name, text in prompts.items()
+        if own.get(name) == new.get(name) and (name not in own or config.task_of_prompt(name, text))
+    }
     for name in sorted(own.keys() & prompts.keys() - kept.keys()):
         if prompts[name] != own[name]:
             logger.warning("The result does not keep %r, the prompt %r of %s", prompts[name], name, source.name)

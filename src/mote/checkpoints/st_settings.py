@@ -72,8 +72,8 @@ class Module:
     @property
     def code(self) -> Path | None:
         """The file of its class, if it is one of ours."""
-        file = Path(remote.__file__).with_name(f"{self.type.partition('.')[0]}.py")
-        return file if file.is_file() else None
+        name = f"{self.type.partition('.')[0]}.py"
+        return next((file for file in Path(remote.__file__).parent.glob("*_mote.py") if file.name == name), None)
 
 
 @dataclass

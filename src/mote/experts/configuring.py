@@ -84,6 +84,8 @@ def configure(
 @Verb("set", "made by changing settings of", same_model=True)
 def _set(model: "MoTEModel", **changes: Any) -> None:
     config = model.config
+    if not config.routes_by_task and (unused := changes.keys() & {"tasks", "route_by_text"}):
+        raise ValueError(f"{min(unused)} has no effect here: each token of this model finds its experts by a router")
     for name in changes.keys() & {"tasks", "instructions"}:
         changes[name] = {**getattr(config, name), **changes[name]}
     if changes.get("default_task") == NO_DEFAULT:

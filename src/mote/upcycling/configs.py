@@ -29,7 +29,8 @@ _FIXED = {
 
 def refuse_unused(options: UpcyclingOptions, source: Checkpoint, pooling: str, retrieval: Retrieval) -> None:
     """Raise `ValueError` if the options choose what the source's files determine, or what has no effect."""
-    unused: dict[str, str] = {}
+    of_definitions = "it is for definitions: add `--definition TASK=TEXT`"
+    unused = {} if options.definitions else {"template": of_definitions}
     if options.routing != "token":
         add = "add `--routing token` (in a recipe, model.kind=token_routed)"
         unused |= dict.fromkeys(TOKEN_ROUTING, f"it is a setting of token routing: {add}")
