@@ -148,3 +148,15 @@ result = {
     assert sorted(result["top"]) == sorted([".gitattributes", *(path.name for path in folder.iterdir())])
     assert result["inside"] == ["1_Pooling/config.json"]
     assert sorted(result["all"]) == sorted(server.files("user/name"))
+
+
+def test_environment_carries_no_other_hub_setting(
+    server: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "https_proxy", "TRANSFORMERS_CACHE"):
+        monkeypatch.setenv(name, "1")
+    settings = {name: value for name, value in server.environment(tmp_path).items() if os.environ.get(name) != value}
+    assert all(name.startswith("HF_") or name == "NO_PROXY" for name in settings)
+    assert settings["HF_ENDPOINT"] == server.endpoint
+    assert settings.keys().isdisjoint({"HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "https_proxy"})
+    assert server.environment(tmp_path, "hf_read")["HF_TOKEN"] == "hf_read"
