@@ -123,6 +123,8 @@ def test_a_head_stays(family: str, tmp_path: Path) -> None:
         ),
         ("mpnet", {}, "is a 'mpnet', but .* of the types bert, roberta, xlm-roberta, camembert"),
         ("bert", {"is_decoder": True}, "is a 'decoder', but"),
+        ("bert", {"max_position_embeddings": 64}, "takes texts of 64 tokens already: `--length` must be above that"),
+        ("roberta", {"max_position_embeddings": 65}, "takes texts of 64 tokens already"),  # after the padding's index
     ],
 )
 def test_what_does_not_suit_is_refused(family: str, settings: dict[str, Any], message: str, tmp_path: Path) -> None:

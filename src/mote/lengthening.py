@@ -11,7 +11,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from mote.checkpoints.models import load_dense, load_tokenizer, quiet_transformers
+from mote.checkpoints.models import load_dense, load_tokenizer, positions_of, quiet_transformers
 from mote.checkpoints.options import WriteOptions
 from mote.checkpoints.provenance import command_line, new_step
 from mote.checkpoints.reading import open_checkpoint
@@ -85,6 +85,9 @@ def lengthen(
             f"{source.name} is a {kind!r}, but `mote lengthen` takes encoders with learned positions, of the types "
             f"{', '.join(LENGTHENED)}"
         )
+    positions: Any = positions_of(source)
+    if length <= positions:  # which are trained, and would be lost
+        raise ValueError(f"{source.name} takes texts of {positions:,} tokens already: `--length` must be above that")
     repo_id = require_writable(target, options, source.folder)
     tokenizer = load_tokenizer(source)
     keys = read_shapes(source.weights)
