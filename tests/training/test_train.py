@@ -549,9 +549,11 @@ def test_a_dataset_may_have_an_objective_of_its_own(tiny: Path, data: Path, tmp_
     ready.train()
     ready.finish({})
     rows = [line.split(" | ") for line in (tmp_path / "run/model/README.md").read_text().splitlines()]
-    (of_task,) = (row for row in rows if row[0] == "| retrieval" and len(row) == 5)
-    assert of_task[1:4] == ["homogeneous", "InfoNCE", "0.03"]
-    assert of_task[4].startswith("retrieval/arxiv (")
+    of_task = [(*row[1:4], row[4].partition(" (")[0]) for row in rows if row[0] == "| retrieval" and len(row) == 5]
+    assert of_task == [
+        ("homogeneous", "InfoNCE", "0.5", "retrieval/arxiv"),
+        ("homogeneous", "MultipleNegativesRankingLoss", "", "retrieval/tldr_pages"),
+    ]
     with pytest.raises(ValueError, match="a batch across datasets has the loss"):
         load_recipe("mote", ["tasks.clustering.datasets=[{path: a, temperature: 0.5}]"])
 

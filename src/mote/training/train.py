@@ -284,11 +284,14 @@ class TrainingRun(Run):
                 trained.lerp_(initial.to(trained), own)
 
     def _card_values(self) -> dict[str, Any]:
-        rows = []
-        for name, task in self.recipe.tasks.items():
-            datasets = [f"{report.name} ({report.used:,})" for report in self.data.reports if report.task == name]
-            temperature = task.temperature if task.loss == INFO_NCE else ""
-            rows.append((name, task.batches, task.loss, temperature, ", ".join(datasets)))
+        sets = [part for one in self.data.sets.values() for part in one.parts or [one]]
+        of_dataset = {part.name: part.settings for part in sets}  # which may have an objective of its own
+        datasets: dict[tuple[Any, ...], list[str]] = {}
+        for report in self.data.reports:
+            own = of_dataset.get(report.name, self.recipe.tasks[report.task])
+            row = (report.task, own.batches, own.loss, own.temperature if own.loss == INFO_NCE else "")
+            datasets.setdefault(row, []).append(f"{report.name} ({report.used:,})")
+        rows = [(*row, ", ".join(names)) for row, names in datasets.items()]
         return {"data": rows, "recipe_file": RECIPE_FILE, "curves_file": CURVES_FILE}
 
 
