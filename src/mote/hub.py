@@ -46,6 +46,8 @@ def commit_of(model: str, revision: str | None = None) -> str | None:
     """
     folder = Path(model)
     if folder.is_dir():
+        if revision is not None:
+            raise ValueError(f"{model} is a folder: it has no revision {revision!r}")
         _require_model(folder)
         return None
     with explained(f"{model} is neither a folder nor available on the Hub", FileNotFoundError):

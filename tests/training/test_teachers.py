@@ -57,6 +57,11 @@ def embed(folder: Path, cache: Path | None, texts: Sequence[str] = TEXTS, prompt
     return np.concatenate(TeacherEmbeddings(settings, cache).embed({"anchor": list(texts)}))[:, 0]
 
 
+def test_a_folder_has_no_revision(teacher: Path) -> None:
+    with pytest.raises(ValueError, match=r"tiny is a folder: it has no revision 'v1'"):
+        TeacherEmbeddings(TeacherSettings(source=str(teacher), revision="v1"))
+
+
 def files(cache: Path) -> list[Path]:
     return sorted(path for path in cache.rglob("*") if path.is_file())
 
