@@ -56,6 +56,7 @@ def test_a_pattern_takes_several_datasets(tmp_path: Path, caplog: pytest.LogCapt
     with caplog.at_level(logging.INFO, "mote"):
         assert find(tmp_path, "retrieval/*") == {"retrieval/a": ROWS[:1], "retrieval/b": ROWS}
     assert caplog.messages == ["retrieval/untrained: no 'train' split, skipped"]
+    assert list(find(tmp_path, "**/train.jsonl")) == ["retrieval/a", "retrieval/b"]
     assert list(find(tmp_path, "retrieval/*", exclude=["b"])) == ["retrieval/a"]
     assert list(find(tmp_path, "retrieval/*", exclude=["retrieval/a"])) == ["retrieval/b"]
     with pytest.raises(ValueError, match=r"exclude: there is no dataset 'c'.*Available: 'retrieval/a', 'retrieval/b'"):
@@ -101,6 +102,7 @@ def test_missing_datasets_are_named_with_what_is_there(tmp_path: Path) -> None:
         ("with shards missing, or of two exports", ["train/part-2-of-2.parquet"]),
         ("with shards missing, or of two exports", [f"train-0000{i}-of-0000{i + 1}.jsonl" for i in (0, 1)]),
         ("with shards missing, or of two exports", [f"train-00000-of-00001-{i}abc.jsonl" for i in (0, 1)]),
+        ("with shards missing, or of two exports", [f"train-00000-of-00002-{i}abc.jsonl" for i in (0, 1)]),
     ],
 )
 def test_a_split_that_may_not_be_whole_is_refused(tmp_path: Path, problem: str, files: list[str]) -> None:

@@ -29,7 +29,7 @@ PARQUET_BATCH = 4096
 """Rows of a parquet file held in memory at once, besides those of its reader."""
 
 # Some exports append a hash to the names.
-_SHARD = re.compile(r"\d+-of-(\d+)\b")
+_SHARD = re.compile(r"(\d+)-of-(\d+)\b")
 
 logger = logging.getLogger(__name__)
 
@@ -189,9 +189,10 @@ def split_files(folder: Path, split: str) -> tuple[Path, ...]:
     patterns = (split, f"{split}-[0-9]*", f"{split}/*")
     found = {file: ending for ending in ENDINGS for pattern in patterns for file in folder.glob(pattern + ending)}
     # Nothing else would reveal that shards are missing, or that there are two exports.
-    totals = {int(shard[1]) for shard in map(_SHARD.search, (file.name for file in found)) if shard}
+    shards = {shard.groups() for shard in map(_SHARD.search, (file.name for file in found)) if shard}
+    wrong = shards and {len(shards), *(int(total) for _, total in shards)} != {len(found)}
     forms = {(file.parent, ending, file.name == split + ending) for file, ending in found.items()}
-    if len(forms) > 1 or totals - {len(found)}:
+    if len(forms) > 1 or wrong:
         names = ", ".join(sorted(str(file.relative_to(folder)) for file in found)[:5])
         problem = "in several forms" if len(forms) > 1 else "with shards missing, or of two exports"
         raise ValueError(f"{folder} has its {split!r} split {problem} ({names}): name the files to read")
@@ -227,7 +228,7 @@ def _matching(path: str, folder: Path) -> list[Path]:
     if target.exists():
         return [target]
     # A pattern may be absolute.
-    found = sorted(folder / match for match in glob(path, root_dir=folder))  # noqa: PTH207
+    found = sorted(folder / match for match in glob(path, root_dir=folder, recursive=True))  # noqa: PTH207
     if not found:
         nearest = next(parent for parent in target.parents if parent.exists())
         inside = sorted(child.name for child in nearest.iterdir() if not child.name.startswith("."))
