@@ -284,7 +284,8 @@ def draw_curves(log: list[dict[str, Any]], path: Path, title: str) -> None:
     curves: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for line in log:
         for key, value in line.items():
-            if key == "eval_validation_mean" or key.endswith("_loss") or (key == "loss" and "task" in line):
+            is_loss = key.endswith("_loss") and key != "train_loss"  # the mean of the run, in the trainer's summary
+            if key == "eval_validation_mean" or is_loss or (key == "loss" and "task" in line):
                 curves[line["task"] if key == "loss" else key].append((line["step"], value))
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
@@ -294,6 +295,7 @@ def draw_curves(log: list[dict[str, Any]], path: Path, title: str) -> None:
         right.plot(*zip(*scores, strict=True), "k--o", markersize=3)
         right.set_ylabel("mean validation score, x 100 (dashed)")
     for name, points in curves.items():
-        axes.plot(*zip(*points, strict=True), label=name)
+        # A model may be validated only once, which makes no line.
+        axes.plot(*zip(*points, strict=True), "--o" if name.startswith("eval_") else "-", markersize=3, label=name)
     axes.legend(loc="upper right")
     figure.savefig(path, dpi=110)

@@ -64,7 +64,9 @@ class Validation(BaseEvaluator):
         own = np.array([row.positives[0] for row in dataset.held_out])
         positives = list(dict.fromkeys(own.tolist()))
         # An anchor may have several rows, with a positive each: all of them are right in each row.
-        right = (anchors[:, None] == anchors) @ (own[:, None] == np.array(positives))  # [N, P]
+        # In float32, as NumPy multiplies matrices of other types slowly.
+        same, theirs = anchors[:, None] == anchors, own[:, None] == np.array(positives)
+        right = same.astype(np.float32) @ theirs.astype(np.float32) > 0  # [N, P]
         embedded = self._embed(model, positives, dataset, dataset.tasks[1])
         scores = _similarity(model, self._anchors(model, dataset), embedded)
         return float(ndcg_score(right.astype(int), scores, k=10)) if len(positives) > 1 else 1.0
