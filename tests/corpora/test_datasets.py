@@ -6,6 +6,7 @@ import shutil
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import datasets
 import numpy as np
@@ -305,6 +306,14 @@ def test_an_interrupted_run_says_that_it_resumes(
         assert main([*words, "--negatives", "3", "--depth", "20", "--relative-margin", "-1"]) == 130
     assert HOW_TO_RESUME in capsys.readouterr().err
     assert contents(mine(data, model)) == expected
+
+
+def test_an_interrupted_run_of_bm25_keeps_its_blocks(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "BLOCK", 10)
+    monkeypatch.setattr(runs, "write_rows", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        mine(data, "bm25")
+    assert len([*(data.parent / "mined/.work").rglob("block-*.npz")]) == 4
 
 
 @pytest.mark.processes

@@ -1,6 +1,8 @@
 """`mote embed`: embeddings are those of `encode`, and a run that ends early resumes."""
 
 import json
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -188,7 +190,9 @@ def test_an_interrupted_run_resumes(
     out = embed(model, corpus, dtype=dtype)
     assert counts == [6, 2]
     assert contents(out) == whole
-    embed(model, corpus, dtype=dtype)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for engine in ("local", "ray"):  # no cluster is needed where nothing is left
+        embed(model, corpus, dtype=dtype, engine=engine)
     assert counts == [6, 2]
 
 
@@ -301,6 +305,8 @@ def test_an_embedding_that_is_not_finite(
         ({"shardsize": 9}, "unknown key 'shardsize'. Did you mean 'shard_size'?"),
         ({"model_dtype": "float16", "backend": "onnx"}, "runs on one CPU device, in the dtype of its export"),
         ({"device": ["cpu", "cpu"], "backend": "onnx"}, "runs on one CPU device, in the dtype of its export"),
+        ({"workers": 4}, "device is for the engine local, workers are for the engine ray"),
+        ({"device": "cuda:0", "engine": "ray"}, "device is for the engine local, workers are for the engine ray"),
         ({"device": "cuda:9"}, "tiny does not load in Sentence-Transformers: "),
     ],
 )
@@ -340,6 +346,26 @@ def test_killed_at_random_moments(model: Path, tmp_path: Path) -> None:
     options = ["--out", "OUT", "--shard-size", "100"]
     kill_at_random(tmp_path / "whole", tmp_path / "killed", 20, "embed", str(model), str(corpus), *options)
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+
+def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
+    (tmp_path / "parent.py").write_text("""
+import multiprocessing, os, time
+from mote.corpora.encoder import _EndsWithParent
+def wait(_):
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+if __name__ == "__main__":
+    multiprocessing.get_context("spawn").Process(target=wait, args=(_EndsWithParent(),)).start()
+    time.sleep(600)
+""")
+    command = [sys.executable, str(tmp_path / "parent.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as parent:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline())
+        parent.kill()
+        assert parent.stdout.read() == b""  # ends once the worker has closed it, too
+    assert not Path(f"/proc/{worker}/cmdline").exists() or not Path(f"/proc/{worker}/cmdline").read_bytes()
 
 
 @pytest.mark.slow

@@ -393,7 +393,7 @@ def test_invalid_arguments(words: list[str], said: str, data: Path, capsys: pyte
 
 @pytest.mark.parametrize(
     "setting",
-    [{"retrieval": "lexical"}, {"tasks": "part9"}, {"definitions": {"part9": "x"}}],
+    [{"retrieval": "lexical"}, {"tasks": "part9"}, {"definitions": {"part9": "x"}}, {"template": "{definition}"}],
 )
 def test_arguments_are_checked_before_weights_are_hashed(
     setting: dict[str, Any], data: Path, monkeypatch: pytest.MonkeyPatch
@@ -402,7 +402,7 @@ def test_arguments_are_checked_before_weights_are_hashed(
         raise AssertionError("models are read")
 
     monkeypatch.setattr(evaluating, "find_models", not_yet)
-    with pytest.raises(ValueError, match=r"lexical|part9"):
+    with pytest.raises(ValueError, match=r"lexical|part9|template"):
         evaluate(SMALL_ENCODER, data=data, **setting)
 
 

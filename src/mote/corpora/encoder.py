@@ -1,5 +1,8 @@
 """The model that embeds texts: which one it is, how it embeds, and on which devices."""
 
+import multiprocessing
+import os
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -79,6 +82,7 @@ class Encoder:
             settings["truncate_dim"] = self.options.dimensions
         if len(self.options.devices) > 1:
             if self._pool is None:
+                self.model.in_worker = _EndsWithParent()  # Sentence-Transformers offers no other hook
                 self._pool = self.model.start_multi_process_pool(self.options.devices)
             settings |= {"pool": self._pool, "chunk_size": size}
             step = len(rows)
@@ -111,3 +115,19 @@ class Encoder:
         if self._pool is not None:
             with suppress(ValueError):
                 self.model.stop_multi_process_pool(self._pool)
+
+
+class _EndsWithParent:
+    """Ends a worker process, where it arrives with the model, after a kill of its parent: it would wait forever."""
+
+    def __reduce__(self) -> Any:
+        return _end_with_parent, ()
+
+
+def _end_with_parent() -> None:
+    def wait() -> None:
+        if (parent := multiprocessing.parent_process()) is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

@@ -89,7 +89,9 @@ def _in_order(batches: list[tuple[list[int], Any]]) -> Any:
 
 def run(job: Job, numbers: Sequence[int], encoder: Encoder) -> Iterator[Shard]:
     """Embed shards of a job on the engine that the encoder's options name, and show the progress."""
-    for task in {job.task, *job.texts.unique("task")} if numbers else ():
+    if not numbers:
+        return
+    for task in {job.task, *job.texts.unique("task")}:
         encoder.arguments(task, job.prompt)
     rows = len(job.texts)
     done = rows - sum(map(job.rows, numbers))

@@ -49,7 +49,10 @@ class CorpusOptions(Settings):
         return devices if self.engine == "local" else []
 
     @model_validator(mode="after")
-    def _fit_the_backend(self) -> Self:
+    def _fit_engine_and_backend(self) -> Self:
+        without_effect = self.device if self.engine == "ray" else self.workers
+        if without_effect is not None:
+            raise ValueError("device is for the engine local, workers are for the engine ray")
         if self.backend != "torch" and (self.devices not in ([], ["cpu"]) or self.model_dtype is not None):
             raise ValueError(f"the backend {self.backend} runs on one CPU device, in the dtype of its export")
         return self

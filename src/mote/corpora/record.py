@@ -105,6 +105,6 @@ def open_record(folder: Path, name: str) -> Iterator[Record]:
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"what is finished is kept in {folder}, and {HOW_TO_RESUME}") from None
         finally:
-            if record.started and not record.finished and not any(folder.rglob("shard-*")):
+            if record.started and not record.finished and not any([*folder.rglob("shard-*"), *folder.rglob("block-*")]):
                 shutil.rmtree(record.work, ignore_errors=True)
                 record.file.unlink(missing_ok=True)

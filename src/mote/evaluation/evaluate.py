@@ -204,6 +204,8 @@ def _main_score(result: TaskResult, task: AbsTask) -> float:
 
 def _instructions(options: EvaluateOptions, names: Sequence[str]) -> dict[str, str]:
     """Turn the definitions of datasets into instructions."""
+    if options.template is not None and not options.definitions:
+        raise ValueError("A template is for definitions, but there are none: add `--definition DATASET=TEXT`")
     for name in options.definitions:
         if name not in names:
             raise ValueError(f"A definition for the dataset {name!r}, which is not scored." + alternatives(name, names))
