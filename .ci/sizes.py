@@ -39,20 +39,16 @@ OTHERS = {
 DOCS = 25_000  # words, beside the results
 # What has not reached its goal does not grow meanwhile: lower these with each cut.
 UNTIL_THEN = {
-    "checkpoints": 3230,
-    "training": 5890,
-    "corpora": 1660,
-    "data": 1060,
-    "evaluation, analysis": 2550,
-    "experts, upcycling, lengthening": 2135,
-    "inference": 990,
-    "cli, integrations, hub, reporting": 1340,
-    "root and src": 22_200,
-    "tests": 27_020,
-    "benchmarks, scripts": 2530,
-    "docs, in words": 27_600,
-    "raise in 1,000 lines": 17,
-    "validation, % of code": 8,
+    "checkpoints": 2970,
+    "training": 5040,
+    "corpora": 1420,
+    "data": 1000,
+    "evaluation, analysis": 1970,
+    "experts, upcycling, lengthening": 1750,
+    "cli, integrations, hub, reporting": 1150,
+    "root and src": 19_450,
+    "tests": 25_130,
+    "raise in 1,000 lines": 16,
 }
 RAISES = 12  # in 1,000 lines
 VALIDATION = 0.07  # of the lines of code
