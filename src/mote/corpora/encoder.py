@@ -1,8 +1,8 @@
 """The model that embeds texts: which one it is, how it embeds, and on which devices."""
 
-import multiprocessing
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -125,9 +125,11 @@ class _EndsWithParent:
 
 
 def _end_with_parent() -> None:
+    parent = os.getppid()  # `multiprocessing` knows the parent only after its arguments have arrived
+
     def wait() -> None:
-        if (parent := multiprocessing.parent_process()) is not None:
-            parent.join()
-            os._exit(1)
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
