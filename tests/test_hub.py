@@ -100,16 +100,6 @@ def test_from_the_hub_to_the_hub_to_a_stranger(server: HubServer, tmp_path: Path
     assert (outputs["encoded"] - encoded).abs().max() <= 1e-6
 
 
-def test_an_expert_halfway_to_a_dense_model_on_the_hub(server: HubServer, source: str, tmp_path: Path) -> None:
-    commit = server.add_repo("user/tiny", source)
-    upcycle(server, tmp_path, "--src", source, "--out", str(tmp_path / "mote"))
-    words = ["experts", "merge", str(tmp_path / "mote"), "clustering=0.5", "user/tiny=0.5", "--name", "near_start"]
-    run(server, tmp_path / "home", "-m", "mote", *words, "--out", str(tmp_path / "out"))
-    record = (tmp_path / "out" / "mote.json").read_text(encoding="utf-8")
-    assert f'"revision": "{commit}"' in record
-    assert "mote experts merge mote clustering=0.5 user/tiny=0.5 --name near_start" in record
-
-
 def test_an_exported_expert_is_loaded_by_the_line_on_its_card(server: HubServer, source: str, tmp_path: Path) -> None:
     upcycle(server, tmp_path, "--src", source, "--out", str(tmp_path / "mote"))
     words = ["export", str(tmp_path / "mote"), "--expert", "clustering", "--out", str(tmp_path / "out"), "--push"]

@@ -16,6 +16,7 @@ endpoints, by the names that the request log and `HubServer.fail` use:
     validate_yaml  POST /api/validate-yaml                            accepts every model card
     model_info     GET  /api/models/{repo}[/revision/{revision}]
     tree           GET  /api/models/{repo}/tree/{revision}[/{path}]   also with ?recursive; always one page
+    commits        GET  /api/models/{repo}/commits/{revision}
     preupload      POST /api/models/{repo}/preupload/{revision}       which files go to LFS, and what is stored already
     lfs_batch      POST /{repo}.git/info/lfs/objects/batch            signed storage URLs, for the `basic` transfer
     commit         POST /api/models/{repo}/commit/{revision}          NDJSON: file, lfsFile, deletedFile, deletedFolder
@@ -323,6 +324,12 @@ class _Handler(BaseHTTPRequestHandler):
             raise HubError(404, f"{path} does not exist on {revision}", "EntryNotFound", commit)
         recursive = self.query.get("recursive", [""])[0].lower() in ("true", "1")
         return answer([entry for name, entry in inside.items() if recursive or "/" not in name])
+
+    @_route("GET", "/api/models/{repo}/commits/{revision}")
+    def commits(self, repo: str, revision: str) -> Response:
+        keys = ("id", "title", "message", "date")
+        history = self._repo(repo).at(revision).history()
+        return answer([{**{k: getattr(c, k) for k in keys}, "authors": [{"user": c.author}]} for c in history])
 
     @_route("POST", "/api/models/{repo}/preupload/{revision}")
     def preupload(self, repo: str, revision: str) -> Response:
