@@ -32,6 +32,15 @@ def explained(problem: str, kind: type[OSError] | None = None, remedy: str = "")
         raise kind(f"{problem}: {message}" + (f". {remedy}" if remedy else "")) from error
 
 
+def local_folder(src: str | Path, revision: str | None) -> Path | None:
+    """Return the folder that a source names; None for an id on the Hub. A folder has no revision: a `ValueError`."""
+    if not Path(src).is_dir():
+        return None
+    if revision is not None:
+        raise ValueError(f"{src} is a folder: it has no revision {revision!r}, only sources on the Hub have one")
+    return Path(src)
+
+
 def fetch(src: str, revision: str | None, patterns: list[str]) -> Path:
     """Download the files of a Hub repository that match one of the patterns, into the Hub's cache."""
     login = "For a private or gated one, log in with `hf auth login`"
@@ -44,10 +53,7 @@ def commit_of(model: str, revision: str | None = None) -> str | None:
 
     If the Hub does not answer, it is the commit that was downloaded.
     """
-    folder = Path(model)
-    if folder.is_dir():
-        if revision is not None:
-            raise ValueError(f"{model} is a folder: it has no revision {revision!r}")
+    if (folder := local_folder(model, revision)) is not None:
         _require_model(folder)
         return None
     with explained(f"{model} is neither a folder nor available on the Hub", FileNotFoundError):

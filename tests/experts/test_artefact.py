@@ -107,6 +107,13 @@ def test_an_artefact_in_memory(remote: bool, tiny_mote: Path, with_legal: Path, 
     assert "other" not in model.config.tasks
 
 
+def test_only_an_extracted_expert_is_opened(tiny_mote: Path, legal: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"tiny.* is not an extracted expert: it has no expert\.safetensors"):
+        open_expert(tiny_mote)
+    with pytest.raises(ValueError, match="legal is a folder: it has no revision 'v1'"):
+        open_expert(legal, "v1")
+
+
 def test_under_another_name(tiny_mote: Path, legal: Path, tmp_path: Path) -> None:
     out = add(tiny_mote, legal, tmp_path / "out", name="law", instruction="law: ")
     config = MoTEModel.from_pretrained(out).config
@@ -282,7 +289,7 @@ def test_to_the_hub_and_back(tiny_mote: Path, with_legal: Path, tmp_path: Path) 
         assert statuses == ["0", "1", "1", "1", "1", "0"], error
         assert hidden(tmp_path / "fresh" / "new", "legal").equal(hidden(with_legal, "legal"))
         assert "user/nothing is neither a folder nor available on the Hub" in error
-        assert "expert.safetensors" in error
+        assert "user/legal-mote is not an extracted expert: it has no expert.safetensors" in error
         assert "Name the folder to write with `--out`\n" in error
         assert "log in with `hf auth login`" in error
         assert base_hash(with_legal) in out

@@ -94,6 +94,7 @@ def test_overrides() -> None:
             "tasks.retrieval.datasets=[retrieval/arxiv, {path: retrieval/debian, limit: 10}]",
             "training.mini_batch_size=null",
             "output=elsewhere",
+            "description=Represent ${x}",  # text, not a reference to another setting
         ],
     )
     assert recipe.training.learning_rate == 2e-5
@@ -104,7 +105,7 @@ def test_overrides() -> None:
         ("retrieval/debian", 10),
     ]
     assert recipe.training.mini_batch_size is None
-    assert recipe.output == "elsewhere"
+    assert (recipe.output, recipe.description) == ("elsewhere", "Represent ${x}")
 
 
 def test_a_file_extends_one_beside_it_before_a_shipped_one(tmp_path: Path) -> None:

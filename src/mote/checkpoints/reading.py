@@ -199,14 +199,12 @@ def mote_class(model_type: str, kind: Literal["config", "model", "masked_lm"]) -
 
 def _locate(src: str, revision: str | None) -> tuple[Path, str | None]:
     """Find the folder of a source and, if it is on the Hub, its commit; download it."""
-    folder, commit = Path(src), None
-    if not folder.is_dir():
+    folder, commit = hub.local_folder(src, revision), None
+    if folder is None:
         folder = hub.fetch(src, revision, [*FILES_BESIDE_WEIGHTS, "model*.safetensors"])
         if not any(folder.glob("model*.safetensors")):
             hub.fetch(src, revision, ["pytorch_model*.bin"])
         commit = folder.name  # the cache names a snapshot after its commit
-    elif revision is not None:
-        raise ValueError(f"{src} is a folder: it has no revision {revision!r}, only sources on the Hub have one")
     if (folder / "adapter_config.json").is_file():
         raise ValueError(f"{src} is a PEFT adapter: merge it into its base model first (merge_and_unload)")
     return folder, commit

@@ -98,10 +98,12 @@ def open_expert(src: str | Path, revision: str | None = None) -> ExpertArtefact:
         src: A folder, or an id on the Hub, which is downloaded.
         revision: Branch, tag or commit on the Hub.
     """
-    folder, commit = Path(src), None
-    if not folder.is_dir():
+    folder, commit = hub.local_folder(src, revision), None
+    if folder is None:
         folder = hub.fetch(str(src), revision, [EXPERT_FILE])
         commit = folder.name  # the cache names a snapshot after its commit
+    if not (folder / EXPERT_FILE).is_file():
+        raise FileNotFoundError(f"{src} is not an extracted expert: it has no {EXPERT_FILE} (`mote experts extract`)")
     with safe_open(folder / EXPERT_FILE, framework="pt") as file:
         description = json.loads(file.metadata()[HEADER])
     return ExpertArtefact(str(src), folder, commit, **description)

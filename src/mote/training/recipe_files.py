@@ -46,16 +46,16 @@ def load_recipe(
     """
     settings = _read(str(recipe), kind.PLACE)
     for override in overrides:
-        key, equals, _ = override.partition("=")
+        key, equals, text = override.partition("=")
         if not equals or not key:
             raise ValueError(f"Override {override!r}: expected key=value, as in training.learning_rate=2e-5")
         try:
-            given = OmegaConf.from_dotlist([override])
+            value: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
         except (YAMLError, OmegaConfBaseException) as error:
             raise ValueError(f"The override {override!r} is invalid YAML: {error}") from None
-        _require_tasks_to_remove(settings, given)
-        OmegaConf.update(settings, key, OmegaConf.select(given, key), merge=False)
-    plain: Any = OmegaConf.to_container(settings, resolve=True)
+        _require_tasks_to_remove(settings, OmegaConf.from_dotlist([override]))
+        OmegaConf.update(settings, key, value["value"], merge=False)  # a mapping is replaced as a whole
+    plain: Any = OmegaConf.to_container(settings)  # `${…}` stays as it is: it is text, of an instruction perhaps
     return parse_recipe(plain, str(recipe), kind)
 
 
