@@ -19,10 +19,7 @@ from huggingface_hub.utils import validate_repo_id
 def explained(problem: str, kind: type[OSError] | None = None, remedy: str = "") -> Iterator[None]:
     """Raise the client's errors as built-in ones, on one line: the problem, the client's message, a remedy.
 
-    Args:
-        problem: What could not be done.
-        kind: Class of the error. Default: `PermissionError` for an answer of the Hub, else `ConnectionError`.
-        remedy: What helps, as a sentence.
+    Without a `kind` it is a `PermissionError` for an answer of the Hub, else a `ConnectionError`.
     """
     try:
         yield
