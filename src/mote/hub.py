@@ -31,11 +31,10 @@ def explained(problem: str, kind: type[OSError] | None = None, remedy: str = "")
 
 def local_folder(src: str | Path, revision: str | None) -> Path | None:
     """Return the folder that a source names; None for an id on the Hub. A folder has no revision: a `ValueError`."""
-    if not Path(src).is_dir():
-        return None
-    if revision is not None:
+    folder = Path(src) if Path(src).is_dir() else None
+    if folder is not None and revision is not None:
         raise ValueError(f"{src} is a folder: it has no revision {revision!r}, only sources on the Hub have one")
-    return Path(src)
+    return folder
 
 
 def fetch(src: str, revision: str | None, patterns: list[str]) -> Path:
