@@ -1,4 +1,4 @@
-"""`mote train` and `pretrain` under FSDP2 on CPUs, for which accelerate has none: it is told that gloo is a GPU."""
+"""`mote train` under FSDP2 on CPUs, for which accelerate has none: it is told that gloo is a GPU."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
 from mote.cli import main
-from mote.training import pretraining, train
+from mote.training import train
 from mote.training.progress import Tracker
 
 
@@ -41,6 +41,5 @@ PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_
 transformers.training_args.is_torch_bf16_gpu_available = lambda: True  # type: ignore[attr-defined]
 PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
 train.SentenceTransformerTrainingArguments = for_gpu(train.SentenceTransformerTrainingArguments)  # type: ignore[misc]
-pretraining.TrainingArguments = for_gpu(pretraining.TrainingArguments)  # type: ignore[misc]
 die_at_step(int(os.environ.get("DIE_AT_STEP", "0")))
 sys.exit(main(sys.argv[1:]))

@@ -203,27 +203,6 @@ def test_fsdp_checkpoints_are_resumed(data: Path, tmp_path: Path) -> None:
     assert_resumed_under_fsdp(tmp_path, lambda out: settings(data, out, *more))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["mlm", "cot-mae"])
-def test_pretraining_under_fsdp(recipe: str, tmp_path: Path) -> None:
-    source = dense_checkpoint(tmp_path / "tiny", head="mlm", **STILL)
-    words = [
-        f"model.source={source}",
-        "model.max_length=16",
-        f"data.folder={EXAMPLE_DATA}",
-        "data.limit=16",
-        "training.batch_size=8",
-        "training.max_steps=4",
-        "training.save_steps=2",
-        "training.eval_steps=2",
-        "training.optim=sgd",
-        "training.learning_rate=1",
-        "training.max_grad_norm=1e-2",
-        "validation.limit=8",
-    ]
-    assert_resumed_under_fsdp(tmp_path, lambda out: ["pretrain", recipe, *words, f"output={out}"])
-
-
 SPARSE = (  # without FLOPS losses, which are quadratic in a batch: of its parts they are others
     "retrieval.sparse_from=embeddings",
     "retrieval.query_regularizer_weight=0",

@@ -298,6 +298,12 @@ def test_settings_that_are_refused(recipe: str, more: list[str], message: str, s
     assert not (tmp_path / "run").exists()
 
 
+def test_fsdp_is_refused(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="start it without DeepSpeed and FSDP"):
+        plan_pretraining("mlm", settings(source, tmp_path / "run"))
+
+
 def test_sources_that_are_refused(source: Path, tmp_path: Path) -> None:
     headless = upcycle(str(source), tmp_path / "mote")
     rotary = dense_checkpoint(tmp_path / "rotary", "modernbert", head="mlm")

@@ -48,8 +48,6 @@ class Pretraining(nn.Module):
     Args:
         model: The model, with its head.
         decoder: Decoder settings, for `cot-mae`.
-        same_passes: Whether to run each batch through every expert, in order, even if no text needs it. FSDP requires
-            this, because its processes gather and reduce weights together; elsewhere it is a waste.
 
     Raises:
         ValueError: If the model's embeddings hold no positions for a decoder (with rotary attention), or have another
@@ -58,14 +56,11 @@ class Pretraining(nn.Module):
 
     accepts_loss_kwargs = False  # losses are means over a batch, which a Trainer has to know
 
-    def __init__(
-        self, model: MoTEForMaskedLM, decoder: DecoderSettings | None = None, *, same_passes: bool = False
-    ) -> None:
+    def __init__(self, model: MoTEForMaskedLM, decoder: DecoderSettings | None = None) -> None:
         super().__init__()
-        self.model, self.same_passes = model, same_passes
+        self.model = model
         # As in a `PreTrainedModel`: safetensors stores tied weights only once.
         self._keys_to_ignore_on_save = {f"model.{name}" for name in model.all_tied_weights_keys}
-        self._no_split_modules = model._no_split_modules
         self.settings = decoder
         self.decoder: Decoder | None = None
         if decoder is not None:
@@ -80,7 +75,7 @@ class Pretraining(nn.Module):
             self.splade = SpladePooling()
 
     def tie_weights(self) -> None:
-        """Tie the model's weights; FSDP and the trainer call this."""
+        """Tie the model's weights; the trainer calls this."""
         self.model.tie_weights()
 
     def forward(
@@ -108,11 +103,8 @@ class Pretraining(nn.Module):
             decoder_labels: As for the texts.
         """
         # Encoded without the head, which then gets only the tokens to predict: at a small width it costs the most.
-        texts = (input_ids, attention_mask, token_type_ids)
-        if self.same_passes and self.training and task_ids is not None:
-            states, vectors = self._encode_by_every_expert(*texts, task_ids)
-        else:
-            states, vectors = self._encode(*texts, task_ids=task_ids)
+        encoded = self.model.embed(input_ids, attention_mask, token_type_ids, task_ids=task_ids)
+        states, vectors = cast(Tensor, encoded.last_hidden_state), cast(Tensor, encoded.pooler_output)
         encoder_loss = self._loss(states, labels)
         if self.decoder is None or decoder_input_ids is None or decoder_labels is None:
             return PretrainingOutput(loss=encoder_loss)
@@ -134,32 +126,6 @@ class Pretraining(nn.Module):
         decoder_loss = self._loss(decoded, decoder_labels)
         loss = encoder_loss + self.settings.weight * decoder_loss
         return PretrainingOutput(loss=loss, encoder_loss=encoder_loss, decoder_loss=decoder_loss)
-
-    def _encode(
-        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None, **task: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Encode texts: hidden states [B, L, H] and vectors [B, H]."""
-        encoded = self.model.embed(input_ids, attention_mask, token_type_ids, **task)
-        return cast(Tensor, encoded.last_hidden_state), cast(Tensor, encoded.pooler_output)
-
-    def _encode_by_every_expert(
-        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None, task_ids: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Encode texts; an expert without texts gets the first one, whose result is discarded."""
-        config = self.model.config
-        tasks = list(config.tasks)
-        experts = [config.expert_of(tasks[index]) for index in task_ids.tolist()]
-        whole: list[Tensor] = []
-        for expert in config.experts:
-            rows = [row for row, own in enumerate(experts) if own == expert]
-            used = rows or [0]
-            types = None if token_type_ids is None else token_type_ids[used]
-            parts = self._encode(input_ids[used], attention_mask[used], types, task=expert)
-            whole = whole or [part.new_zeros(len(experts), *part.shape[1:]) for part in parts]
-            for result, part in zip(whole, parts, strict=True):
-                result[used] += part if rows else 0 * part
-        states, vectors = whole
-        return states, vectors
 
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Return the head's loss, a mean over the labelled tokens; 0 if a batch of short texts has none."""

@@ -13,7 +13,6 @@ from transformers import (
     AutoModelForMaskedLM,
     PreTrainedModel,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
 )
 
@@ -29,7 +28,6 @@ from mote.training.names import check_fit, matching_config, set_router_loss, tas
 from mote.training.objectives import Pretraining
 from mote.training.pretraining_recipe import PretrainingRecipe
 from mote.training.processes import processes, with_deepspeed, with_fsdp
-from mote.training.progress import Tracker
 from mote.training.run import Run
 from mote.training.texts import TextData, load_texts
 from mote.upcycling.options import UpcyclingOptions
@@ -62,25 +60,6 @@ def plan_pretraining(
     return PretrainingRun(recipe, overrides, overwrite=overwrite).plan()
 
 
-class UnusedExperts(TrainerCallback):
-    """Removes the gradients of experts without a text in any process, which are zeros if all run the same passes.
-
-    So the step leaves these experts unchanged: no weight decay, and no momentum.
-    """
-
-    def __init__(self, model: MoTEForMaskedLM, tracker: Tracker) -> None:
-        self.model, self.tracker = model, tracker
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Remove them."""
-        config = self.model.config
-        used = {config.expert_of(task) for task in self.tracker.used}
-        unused = tuple(f".experts.{expert}." for expert in config.experts if expert not in used)
-        for name, weight in self.model.named_parameters():
-            if any(part in name for part in unused):
-                weight.grad = None
-
-
 class PretrainingRun(Run):
     """The run of `mote pretrain`."""
 
@@ -92,8 +71,8 @@ class PretrainingRun(Run):
     data: TextData
 
     def _check_settings(self) -> None:
-        if with_deepspeed():
-            raise ValueError("Pre-training runs on one device, under DDP or FSDP2: start it without DeepSpeed")
+        if with_deepspeed() or with_fsdp():
+            raise ValueError("Pre-training runs on one device or under DDP: start it without DeepSpeed and FSDP")
 
     def _check_model(self) -> None:
         self.names, self.tokenizer = _config_of(self.recipe, self.source), load_tokenizer(self.source)
@@ -108,7 +87,7 @@ class PretrainingRun(Run):
         torch.manual_seed(self.recipe.training.seed)  # for the new weights of a head, of routers, of a decoder
         self.model, self.tokenizer = build_masked_lm(self.recipe, self.source), load_tokenizer(self.source)
         self.names = self.model.config
-        self.trained = Pretraining(self.model, self.recipe.decoder_settings, same_passes=with_fsdp())
+        self.trained = Pretraining(self.model, self.recipe.decoder_settings)
         if settings.dropout is not None:
             set_dropout(self.trained, settings.dropout)
 
@@ -129,14 +108,13 @@ class PretrainingRun(Run):
         self.trained.register_forward_hook(self._observe, with_kwargs=True)
         rows = TextRows(self.data.texts, recipe, self.names, tokenizer)
         held_out = {task: {task: texts} for task, texts in self.data.held_out.items() if texts}
-        unused = [UnusedExperts(self.model, self.tracker)] if with_fsdp() and self.names.routes_by_task else []
         return PretrainingTrainer(
             self.trained,
             self.arguments,
             data_collator=MaskedBatches(tokenizer, recipe),
             train_dataset=rows,
             eval_dataset={task: TextRows(texts, recipe, self.names, tokenizer) for task, texts in held_out.items()},
-            callbacks=[SetEpoch(rows), *self._callbacks({}), *unused],
+            callbacks=[SetEpoch(rows), *self._callbacks({})],
         )
 
     def _observe(self, model: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> None:
@@ -156,8 +134,6 @@ class PretrainingRun(Run):
         return {task: round(found[f"eval_{task}_loss"], 4) for task in tasks}
 
     def _scores_of_start(self) -> dict[str, float]:
-        if with_fsdp():  # which shards a model together with its optimizer
-            return {}
         # On a copy with the same weights: accelerate (1.15) treats a model that it has prepared for evaluation as ready
         # for training, too, so that each process of DDP would train a model of its own.
         trainer: Any = self.trainer
@@ -168,19 +144,13 @@ class PretrainingRun(Run):
             trainer.model = trainer.model_wrapped = self.trained
 
     def finish(self, before: dict[str, float]) -> None:
-        """Gather the weights, which FSDP shards, and write the model's repository, replacing an earlier one."""
+        """Score the trained model, and write its repository, replacing an earlier one."""
         after = self.scores()
-        if with_fsdp():
-            weights = self.trainer.accelerator.get_state_dict(self.trainer.model_wrapped)
-            self.model = build_masked_lm(self.recipe, self.source)
-            own = {name.removeprefix("model."): weight for name, weight in weights.items() if name.startswith("model.")}
-            if processes().is_main_process:
-                self.model.load_state_dict(own)
         if not processes().is_main_process:
             return
         logger.info("Writing the model …")
-        model = dense_with_head(self.model) if self.recipe.model.kind == "dense" else self.model
-        self.model = model
+        if self.recipe.model.kind == "dense":
+            self.model = dense_with_head(self.model)
         self._write(
             {"objective": self.recipe.objective, "loss": {"before": before, "after": after}},
             [(task, str(before.get(task, "")), str(loss)) for task, loss in after.items()],

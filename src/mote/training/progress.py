@@ -37,7 +37,6 @@ class Tracker:
         tasks: Task of the model → texts and tokens of it.
         seconds: Duration up to the last checkpoint or the end, without steps lost by an interruption.
         last: Training set, task, losses and rows of the current step.
-        used: Tasks of the model with texts in the current step.
     """
 
     def __init__(self) -> None:
@@ -46,7 +45,6 @@ class Tracker:
         self.tasks: dict[str, dict[str, int]] = {}
         self.seconds = 0.0
         self.last: dict[str, Any] = {}
-        self.used: set[str] = set()
 
     def record(
         self, name: str, task: str, losses: dict[str, Tensor], rows: int, tasks: Sequence[str], counts: Tensor
@@ -75,10 +73,8 @@ class Tracker:
         seen = self.training_sets.setdefault(name, {"steps": 0, "rows": 0, "loss": 0.0})
         for key, value in (("steps", 1), ("rows", rows), ("loss", means["loss"])):
             seen[key] += value
-        self.used = set()
         for used, (texts, tokens) in zip(tasks, seen_counts.view(-1, 2).long().tolist(), strict=True):
             if texts:
-                self.used.add(used)
                 of_task = self.tasks.setdefault(used, {"texts": 0, "tokens": 0})
                 of_task["texts"] += texts
                 of_task["tokens"] += tokens
