@@ -82,13 +82,6 @@ def test_the_best_model_is_that_of_the_best_score(tiny: Path, data: Path, tmp_pa
     )
 
 
-def test_checkpoints_are_saved_as_the_plan_says(tiny: Path, data: Path, tmp_path: Path) -> None:
-    for strategy, said in (("no", "save_strategy=no"), ("epoch", "save_strategy=epoch"), ("steps", "every 1 steps")):
-        assert f"checkpoints: {said}" in plan(
-            "mote", overrides(tiny, data, tmp_path / "run", f"training.save_strategy={strategy}")
-        )
-
-
 @pytest.mark.long
 def test_accelerate_and_the_recipe_agree_on_the_precision(
     tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -263,7 +263,7 @@ def test_the_weights_of_a_loss_are_one_for_all_processes(data: Path, tmp_path: P
         (  # DDP would stop in the first step: "Expected to mark a variable ready only once".
             "tasks={retrieval: {anchor: search_query, positive: search_document, batches: homogeneous, "
             "loss: TripletLoss, datasets: [retrieval/arxiv]}}",
-            "TripletLoss cannot send the columns of a row through 2 experts",
+            "cannot send the columns of a row through 2 experts (search_document, search_query) with TripletLoss",
         ),
         ("training.batch_size=15", "15 cannot be divided evenly among 2"),
     ],

@@ -59,7 +59,7 @@ def test_train_refuses_a_folder_in_use(settings: list[str], tmp_path: Path) -> N
 def test_overwrite_keeps_the_model_until_the_new_one_is_complete(settings: list[str], tmp_path: Path) -> None:
     model = train("ic", settings)
     before = {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()}
-    log = (tmp_path / "run" / "log.jsonl").read_bytes()
+    log = (tmp_path / "run" / "trainer_state.json").read_bytes()
     for broken, message in (
         ("data.folder=/nowhere", "nowhere"),
         ("model.source=/nowhere", "nowhere"),
@@ -70,7 +70,7 @@ def test_overwrite_keeps_the_model_until_the_new_one_is_complete(settings: list[
         with pytest.raises((ValueError, FileNotFoundError), match=message):
             train("ic", [*settings, broken], overwrite=True)
         assert {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()} == before
-        assert (tmp_path / "run" / "log.jsonl").read_bytes() == log
+        assert (tmp_path / "run" / "trainer_state.json").read_bytes() == log
     with pytest.raises(ValueError, match="weights are non-finite at step 1"):  # after training has begun
         train("ic", [*settings, *DIVERGING], overwrite=True)
     assert {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()} == before
@@ -197,4 +197,4 @@ def test_files_like_those_of_a_run_are_left_alone(name: str, tmp_path: Path) -> 
             run.open(recipe, overwrite)
     assert contents(run.path) == before
     run.begin(recipe, {}, None)
-    run.check(recipe)  # it is a run's now
+    assert run.open(recipe, overwrite=True) is None  # it is a run's now

@@ -404,7 +404,6 @@ def test_intervals_may_change_on_resuming(
 ) -> None:
     settings = overrides(tiny, data, tmp_path / "run", "training.max_steps=6", "validation.share=0")
     break_off([*settings, "training.logging_steps=1"], monkeypatch, at=3)
-    assert [line["step"] for line in read_log(tmp_path / "run") if "loss" in line] == [1, 2]
     train("mote", [*settings, "training.logging_steps=3"])
     assert [line["step"] for line in read_log(tmp_path / "run") if "loss" in line] == [1, 2, 3, 6]
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,13 +21,13 @@ from mote.checkpoints.reading import Checkpoint, has_head, is_mote, mote_class
 from mote.checkpoints.sentence_transformers import max_seq_length
 from mote.experts.exporting import export
 from mote.remote.masked_lm_mote import MoTEForMaskedLM
-from mote.training.arguments import build_arguments
 from mote.training.masking import MaskedBatches, SetEpoch, TextRows
 from mote.training.model import set_dropout
 from mote.training.names import check_fit, matching_config, set_router_loss, tasks_of, upcycling_options
 from mote.training.objectives import Pretraining
 from mote.training.pretraining_recipe import PretrainingRecipe
-from mote.training.processes import processes, with_deepspeed, with_fsdp
+from mote.training.processes import build_arguments, processes, with_deepspeed, with_fsdp
+from mote.training.progress import RunCallback
 from mote.training.run import Run
 from mote.training.texts import TextData, load_texts
 from mote.upcycling.options import UpcyclingOptions
@@ -70,11 +70,9 @@ class PretrainingRun(Run):
     recipe: PretrainingRecipe
     data: TextData
 
-    def _check_settings(self) -> None:
+    def _check(self) -> None:
         if with_deepspeed() or with_fsdp():
             raise ValueError("Pre-training runs on one device or under DDP: start it without DeepSpeed and FSDP")
-
-    def _check_model(self) -> None:
         self.names, self.tokenizer = _config_of(self.recipe, self.source), load_tokenizer(self.source)
         if not is_mote(self.source.config):
             dense_without_weights(self.source, with_head=not self.recipe.model.new_head)
@@ -91,14 +89,10 @@ class PretrainingRun(Run):
         if settings.dropout is not None:
             set_dropout(self.trained, settings.dropout)
 
-    def _load_data(self) -> TextData:
-        return load_texts(self.recipe, self.tokenizer)
-
-    def _build_arguments(self) -> TrainingArguments:
+    def _load_data(self) -> int:
+        self.data = load_texts(self.recipe, self.tokenizer)
         own: dict[str, Any] = {"label_names": ["labels"], "remove_unused_columns": False}
-        return build_arguments(TrainingArguments, self.recipe.training, self.folder, self.verb, **own)
-
-    def _count_batches(self) -> int:
+        self.arguments = build_arguments(TrainingArguments, self.recipe.training, self.folder, **own)
         return math.ceil(sum(map(len, self.data.texts.values())) / self.recipe.training.batch_size)
 
     def _build_trainer(self) -> Trainer:
@@ -114,7 +108,7 @@ class PretrainingRun(Run):
             data_collator=MaskedBatches(tokenizer, recipe),
             train_dataset=rows,
             eval_dataset={task: TextRows(texts, recipe, self.names, tokenizer) for task, texts in held_out.items()},
-            callbacks=[SetEpoch(rows), *self._callbacks({})],
+            callbacks=[SetEpoch(rows), RunCallback(self.tracker, {})],
         )
 
     def _observe(self, model: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> None:
@@ -129,19 +123,13 @@ class PretrainingRun(Run):
 
     def scores(self) -> dict[str, float]:
         """Return the loss on the held-out texts of each task."""
-        tasks = [task for task, texts in self.data.held_out.items() if texts]
-        found = self.trainer.evaluate() if tasks else {}
-        return {task: round(found[f"eval_{task}_loss"], 4) for task in tasks}
-
-    def _scores_of_start(self) -> dict[str, float]:
+        tasks, trainer = [task for task, texts in self.data.held_out.items() if texts], cast(Any, self.trainer)
         # On a copy with the same weights: accelerate (1.15) treats a model that it has prepared for evaluation as ready
         # for training, too, so that each process of DDP would train a model of its own.
-        trainer: Any = self.trainer
         trainer.model = trainer.model_wrapped = copy(self.trained)
-        try:
-            return self.scores()
-        finally:
-            trainer.model = trainer.model_wrapped = self.trained
+        found = trainer.evaluate() if tasks else {}
+        trainer.model = trainer.model_wrapped = self.trained
+        return {task: round(found[f"eval_{task}_loss"], 4) for task in tasks}
 
     def finish(self, before: dict[str, float]) -> None:
         """Score the trained model, and write its repository, replacing an earlier one."""

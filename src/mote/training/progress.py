@@ -1,6 +1,5 @@
-"""Progress of a run: counts for each task, progress bar, log, and checkpoints with a file that marks them complete."""
+"""Progress of a run: counts for each task, and checkpoints with a file that marks them complete."""
 
-import json
 import math
 import time
 from collections import defaultdict
@@ -13,19 +12,21 @@ from accelerate.utils import reduce
 from sentence_transformers.sparse_encoder.callbacks.splade_callbacks import SpladeRegularizerWeightSchedulerCallback
 from sentence_transformers.sparse_encoder.losses import SpladeLoss
 from torch import Tensor, nn
-from transformers import ProgressCallback, TrainerCallback
+from transformers import TrainerCallback
 
 from mote.files import write_json
 from mote.training.model_settings import RetrievalSettings
 from mote.training.processes import processes, summed
 from mote.training.run_folder import CHECKPOINT_FILE
 
-LOG_FILE = "log.jsonl"
 LOSS_FILE = "loss.pt"
 
 
 class NonFiniteError(ValueError):
-    """The loss, a gradient or a weight became non-finite."""
+    """The loss or a weight became non-finite."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{problem}. This step was not saved: try a lower training.learning_rate")
 
 
 class Tracker:
@@ -49,16 +50,10 @@ class Tracker:
     def record(
         self, name: str, task: str, losses: dict[str, Tensor], rows: int, tasks: Sequence[str], counts: Tensor
     ) -> None:
-        """Add one batch, of which this process has a share.
+        """Add one batch of a training set, of which this process has a share.
 
-        Args:
-            name: Training set.
-            task: Task of the recipe.
-            losses: Losses of this share, their sum as `loss`; raises `NonFiniteError` if it is non-finite in any
-                process.
-            rows: Rows of this share.
-            tasks: Tasks of the model, which may repeat.
-            counts: Texts and tokens of each of them, [T, 2].
+        `losses` has their sum as `loss`, which must be finite in all processes. `counts` are the texts and tokens of
+        each task of the model, [T, 2]; `tasks` may repeat.
         """
         parts = (torch.stack([*losses.values()]).detach(), torch.tensor([rows]), counts.flatten())
         summed_losses, total, seen_counts = summed(torch.cat([part.cpu().double() for part in parts])).split(
@@ -103,14 +98,8 @@ def count_texts(column: dict[str, Any]) -> int:
 class TrackedLoss(nn.Module):
     """The loss of one training set, recorded by the tracker.
 
-    Args:
-        model: Model that is trained.
-        loss: Loss of the training set.
-        tracker: Tracker of the run.
-        name: Training set.
-        task: Task of the recipe.
-        column_tasks: For each part of the training set, text column → task of the model. If there are several parts,
-            the last number of a label is that of the row's part.
+    `column_tasks` has for each part of the training set text column → task of the model. If there are several parts,
+    the last number of a label is that of the row's part.
     """
 
     def __init__(
@@ -171,46 +160,20 @@ class SparsitySchedule(TrainerCallback):
             scheduler.on_step_begin(*args, **kwargs)
 
 
-class TaskProgress(ProgressCallback):
-    """The trainer's progress bar, with the last loss of each task instead of a line for each log."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.losses: dict[str, str] = {}
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
-        """Show the losses in the bar."""
-        last = state.log_history[-1]
-        if self.training_bar is not None and "task" in last:
-            self.losses[last["task"]] = f"{last['loss']:.3f}"
-            self.training_bar.set_postfix(self.losses)
-
-
 class RunCallback(TrainerCallback):
-    """Writes the trainer's log with the counts of each step, stops on non-finite values, completes the checkpoints.
+    """Adds the counts of each step to the trainer's log, and completes the checkpoints.
 
     It also sees to the weights that losses have of their own: of a projection, for example.
-
-    Args:
-        tracker: Tracker of the run.
-        folder: Folder of the run.
-        losses: Training set → its loss.
-        scaled: Whether gradients are scaled and may occasionally overflow, as in fp16.
     """
 
-    def __init__(self, tracker: Tracker, folder: Path, losses: dict[str, TrackedLoss], scaled: bool) -> None:
-        self.tracker, self.file, self.losses, self.scaled = tracker, folder / LOG_FILE, losses, scaled
-        self.training = False  # otherwise losses are from before or after the run, and in its record
+    def __init__(self, tracker: Tracker, losses: dict[str, TrackedLoss]) -> None:
+        self.tracker, self.losses = tracker, losses
         self.started = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Cut the log back to the step from which the run resumes, and take the intervals that are set now."""
+        """Take the step from which the run resumes, and the intervals that are set now."""
         state.compute_steps(args, state.max_steps)  # a checkpoint's state has those of its own run
         self.tracker.step = state.global_step
-        if state.is_world_process_zero:
-            self.file.write_text("", encoding="utf-8")
-            self._write(state.log_history)
-        self.training = True
         self.started = time.perf_counter() - self.tracker.seconds
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -224,24 +187,11 @@ class RunCallback(TrainerCallback):
         """Count the step."""
         self.tracker.step = state.global_step
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
-        """Write a line of the log; raise `NonFiniteError` on a non-finite gradient."""
-        logs = logs or {}
-        if "train_runtime" in logs:  # the trainer's summary of the run, which has a record of its own
-            return
-        if not math.isfinite(logs.get("grad_norm", 0.0)) and not self.scaled:
-            raise NonFiniteError(
-                f"The gradient is {logs['grad_norm']} at step {state.global_step}, after a batch of "
-                f"{self.tracker.last['training_set']}"
-            )
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Add the last batch to the log of a step."""
         if "grad_norm" in logs:
+            logs |= self.tracker.last  # for the progress bar, which comes later
             state.log_history[-1] |= self.tracker.last
-        if self.training and state.is_world_process_zero:
-            self._write(state.log_history[-1:])
-
-    def _write(self, lines: Sequence[dict[str, Any]]) -> None:
-        with self.file.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
 
     def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Complete the checkpoint, after all processes have written their parts."""
@@ -256,7 +206,6 @@ class RunCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Record the total duration, and check the trained weights."""
-        self.training = False
         self.tracker.seconds = time.perf_counter() - self.started
         check_finite(model, state.global_step)
 
@@ -274,22 +223,18 @@ def check_finite(model: nn.Module, step: int) -> None:
 
 
 def draw_curves(log: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Draw the loss of each task, and losses and scores on held-out texts, from the trainer's log."""
+    """Draw the loss of each task, and losses on held-out texts, from the trainer's log."""
     from matplotlib.figure import Figure  # pyplot selects a GUI backend
 
     curves: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for line in log:
         for key, value in line.items():
             is_loss = key.endswith("_loss") and key != "train_loss"  # the mean of the run, in the trainer's summary
-            if key == "eval_validation_mean" or is_loss or (key == "loss" and "task" in line):
+            if is_loss or (key == "loss" and "task" in line):
                 curves[line["task"] if key == "loss" else key].append((line["step"], value))
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     axes.set(xlabel="step", ylabel="loss", title=title)
-    if scores := curves.pop("eval_validation_mean", None):
-        right = axes.twinx()
-        right.plot(*zip(*scores, strict=True), "k--o", markersize=3)
-        right.set_ylabel("mean validation score, x 100 (dashed)")
     for name, points in curves.items():
         # A model may be validated only once, which makes no line.
         axes.plot(*zip(*points, strict=True), "--o" if name.startswith("eval_") else "-", markersize=3, label=name)

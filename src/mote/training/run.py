@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -9,7 +10,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors import SafetensorError
 from transformers import PrinterCallback, Trainer, TrainingArguments
 from typing_extensions import Self
 
@@ -21,15 +21,15 @@ from mote.checkpoints.reading import Checkpoint, is_mote, open_checkpoint
 from mote.checkpoints.writing import Repository
 from mote.files import read_json
 from mote.reporting import table
-from mote.training.arguments import describe_steps
-from mote.training.processes import processes, require_sharded_checkpoints
-from mote.training.progress import NonFiniteError, RunCallback, TaskProgress, Tracker, draw_curves
+from mote.training.processes import processes
+from mote.training.progress import Tracker, draw_curves
 from mote.training.recipe import RunSettings
 from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import (
     CHECKPOINT_FILE,
     CURVES_FILE,
     RECIPE_FILE,
+    STATE_FILE,
     RunFolder,
     as_yaml,
     fixed_settings,
@@ -40,20 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class Run(ABC):
-    """The run of a recipe; arguments as in `mote.train`.
-
-    Attributes:
-        recipe: The recipe.
-        folder: Folder of the run.
-        tracker: Counts of what was trained on.
-        source: Checkpoint of the model.
-        checkpoint: Checkpoint from which the run resumes.
-        model: The model.
-        names: Config with the model's tasks and instructions.
-        tokenizer: The model's tokenizer.
-        data: What it trains on.
-        trainer: The library's trainer.
-    """
+    """The run of a recipe; arguments as in `mote.train`."""
 
     verb: ClassVar[str]
     recipe_class: ClassVar[type[RunSettings]]
@@ -62,8 +49,10 @@ class Run(ABC):
 
     source: Checkpoint
     checkpoint: Path | None
+    """From which the run resumes."""
     model: Any
     names: Any
+    """Config with the model's tasks and instructions."""
     tokenizer: Any
     data: Any
     arguments: TrainingArguments
@@ -74,15 +63,10 @@ class Run(ABC):
         if not isinstance(recipe, RunSettings):
             self.recipe = load_recipe(recipe, overrides, self.recipe_class)
         self.folder, self.overwrite, self.tracker = RunFolder(Path(self.recipe.output)), overwrite, Tracker()
-        self._check_settings()
-        self.folder.check(self.recipe)
-
-    # A run -----------------------------------------------------------------------------------------------------------
 
     def plan(self) -> str:
         """Describe the run: settings, data and steps. Writes nothing."""
         self._open()
-        self._check_model()
         return f"{as_yaml(self.recipe)}\n{self._describe_data()}"
 
     def run(self) -> Path:
@@ -90,7 +74,8 @@ class Run(ABC):
         state = processes()
         with self.folder.lock() if state.is_main_process else contextlib.nullcontext():
             self.prepare()
-            before = self._scores_of_start()
+            before = self.scores()
+            state.wait_for_everyone()
             self.train()
             self.finish(before)
             state.wait_for_everyone()
@@ -99,7 +84,6 @@ class Run(ABC):
     def prepare(self) -> Self:
         """Load everything that the run needs, and only then change its folder."""
         state = processes()
-        require_sharded_checkpoints()
         with state.main_process_first():
             self._open()
             if state.is_main_process:
@@ -128,102 +112,74 @@ class Run(ABC):
         return self
 
     def train(self) -> None:
-        """Train to the end; errors say from which checkpoint the run resumes."""
+        """Train to the end; a run that stops says from which checkpoint it resumes."""
         try:
             self.trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
         except KeyboardInterrupt:
             raise KeyboardInterrupt(self.folder.how_to_resume()) from None
-        except NonFiniteError as error:
-            raise NonFiniteError(
-                f"{error}. This step was not saved. {self.folder.how_to_resume()} Try a lower training.learning_rate "
-                "first."
-            ) from error
-        except (OSError, SafetensorError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # torch's for a full disk
-                raise
-            raise OSError(f"The run was stopped: {error}. {self.folder.how_to_resume()}") from error
-
-    # What training and pre-training do in their own ways --------------------------------------------------------------
+        except Exception:
+            logger.error("The run was stopped. %s", self.folder.how_to_resume())
+            raise
+        if processes().is_main_process:
+            self.trainer.state.save_to_json(str(self.folder.path / STATE_FILE))
 
     @abstractmethod
-    def _check_settings(self) -> None:
-        """Check the recipe and how the processes were launched, before anything is read."""
-
-    @abstractmethod
-    def _check_model(self) -> None:
-        """Check that the source suits the recipe, without its weights; sets `names` and `tokenizer`."""
+    def _check(self) -> None:
+        """Check what needs neither weights nor data; sets `names` and `tokenizer`."""
 
     @abstractmethod
     def _load_model(self) -> None:
         """Load the model: sets `model`, `names` and `tokenizer`."""
 
     @abstractmethod
-    def _load_data(self) -> Any:
-        """Read the data."""
-
-    @abstractmethod
-    def _build_arguments(self) -> TrainingArguments:
-        """Return the trainer's arguments."""
-
-    @abstractmethod
-    def _count_batches(self) -> int:
-        """Count the batches of an epoch."""
+    def _load_data(self) -> int:
+        """Read the data, and count the batches of an epoch; sets `data` and `arguments`."""
 
     @abstractmethod
     def _build_trainer(self) -> Trainer:
-        """Return the trainer, whose callbacks include those of `_callbacks`."""
+        """Return the trainer, whose callbacks include `RunCallback`."""
 
     @abstractmethod
     def scores(self) -> dict[str, float]:
-        """Score the model on held-out texts."""
-
-    @abstractmethod
-    def _scores_of_start(self) -> dict[str, float]:
-        """Return the scores before the run; all processes call this."""
+        """Score the model on held-out texts; all processes call this."""
 
     @abstractmethod
     def finish(self, before: dict[str, float]) -> None:
-        """Score the trained model and write its repository, replacing an earlier one; all processes call this."""
-
-    # Parts ------------------------------------------------------------------------------------------------------------
+        """Score the trained model and write its repository, given the scores before; all processes call this."""
 
     def _open(self) -> None:
         self.checkpoint = self.folder.open(self.recipe, self.overwrite)
         self.source = open_checkpoint(self.recipe.model.source, self.recipe.model.revision)
+        self._check()
 
     def _describe_data(self) -> str:
         """Read the data, and describe them and the steps."""
-        self.data = self._load_data()
-        self.arguments = self._build_arguments()
-        return f"{self.data}\n\n{describe_steps(self.recipe.training, self._count_batches(), self.arguments)}"
+        training, per_epoch = self.recipe.training, self._load_data()
+        steps = training.max_steps if training.max_steps > 0 else math.ceil(per_epoch * training.num_train_epochs)
+        return f"{self.data}\n\n{steps:,} steps, {self.arguments.get_warmup_steps(steps)} of them warmup"
 
     def identify_models(self) -> dict[str, str]:
         """Identify the model that the run starts from: by its commit on the Hub, or a hash of its files."""
         return {f"source {self.source.name}": self.source.revision or folder_hash(self.source.folder)}
-
-    def _callbacks(self, losses: dict[str, Any]) -> list[Any]:
-        """Return the callbacks that follow a run, given the losses with weights of their own."""
-        run = RunCallback(self.tracker, self.folder.path, losses, scaled=self.recipe.training.fp16)
-        return [run, TaskProgress()]
 
     def _write(
         self,
         details: dict[str, Any],
         scores: Sequence[tuple[str, str, str]],
         made: str,
-        card: dict[str, Any] | None = None,
+        card_rows: Sequence[Sequence[Any]] | None = None,
         **others: Any,
     ) -> None:
-        """Write the model's repository, replacing an earlier one, remove the checkpoints, and print a summary.
+        """Write the model's repository, replacing an earlier one, and remove the checkpoints.
 
         Args:
             details: Details of the run for `mote.json`, beside those of every run.
             scores: Names and scores on held-out texts before and after.
             made: How the model was made, for the cards: "trained from".
-            card: Values for the card's section on training, beside the record of the run.
+            card_rows: Rows on the data for the card's section on training, if it has one.
             **others: Attributes of `Repository`.
         """
-        tracker, device = self.tracker, processes().device
+        tracker, device, state = self.tracker, processes().device, self.trainer.state
         record = {
             "recipe": self.recipe.name,
             "steps": tracker.step,
@@ -241,19 +197,18 @@ class Run(ABC):
 
         def add_files(folder: Path) -> dict[str, Any]:
             (folder / RECIPE_FILE).write_text(as_yaml(self.recipe), encoding="utf-8")
-            title = f"{self.recipe.name}: {tracker.step} steps"
-            draw_curves(self.trainer.state.log_history, folder / CURVES_FILE, title)
+            draw_curves(state.log_history, folder / CURVES_FILE, f"{self.recipe.name}: {tracker.step} steps")
             return {}
 
         upcycled = self.recipe.model.kind != "dense" and not is_mote(self.source.config)
         origin = {"name": self.source.public_name, "revision": self.source.revision}
         steps = [new_step("upcycle", sources=[origin], made=UPCYCLED)] if upcycled else []
         steps.append(new_step(self.verb, command=command_line(self.verb, RECIPE_FILE), made=made, **record))
-        training = None if card is None else {"recipe": self.recipe, "run": record, "scores": scores, **card}
+        card = {"recipe": self.recipe, "run": record, "scores": scores, "data": card_rows}
+        training = None if card_rows is None else {**card, "recipe_file": RECIPE_FILE, "curves_file": CURVES_FILE}
         repository = Repository(self.model, self.source, steps, after=add_files, training=training, **others)
         repository.write(self.folder.model, WriteOptions(overwrite=True), self.folder.path.name)
         self.folder.remove_checkpoints()
-        seen = [(task, f"{count['texts']:,}", f"{count['tokens']:,}") for task, count in tracker.tasks.items()]
-        parts = [f"{tracker.step} steps in {tracker.seconds:,.0f} s", table(["task", "texts", "tokens"], seen)]
-        parts += [table([self.score_name, "before", "after"], scores)] if scores else []
-        logger.info("%s", "\n\n".join(parts))
+        logger.info("%d steps in %.0f s", tracker.step, tracker.seconds)
+        if scores:
+            logger.info("%s", table([self.score_name, "before", "after"], scores))

@@ -14,6 +14,7 @@ from mote.training.recipe import RunSettings
 
 RUN_FILE = "mote-run.json"  # marks the folder of a run, and identifies the run
 RECIPE_FILE = "recipe.yaml"
+STATE_FILE = "trainer_state.json"  # of a finished run, with the trainer's log
 CURVES_FILE = "curves.png"
 CHECKPOINT_FILE = "checkpoint.json"  # written last: a checkpoint without it is incomplete
 LOCK_FILE = ".lock"
@@ -33,17 +34,7 @@ FREE_SETTINGS = (
 
 
 class RunFolder:
-    """The folder of a run.
-
-    Args:
-        path: The folder.
-
-    Attributes:
-        path: The folder.
-        model: Folder of the trained model, when the run has finished.
-        checkpoints: Folder of the checkpoints, while it trains.
-        start: Temporary folder of a model that is made from the source.
-    """
+    """The folder of a run: `checkpoints` while it trains, `model` when it has finished."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.model, self.checkpoints = path, path / "model", path / "checkpoints"
@@ -63,12 +54,10 @@ class RunFolder:
         found = self.checkpoints.glob("checkpoint-*")
         return [path for path in found if path.name.removeprefix("checkpoint-").isdecimal() and path.is_dir()]
 
-    def check(self, recipe: RunSettings) -> None:
-        """Check that a run of the recipe may write here: into the folder of a run, or one without visible files.
+    def open(self, recipe: RunSettings, overwrite: bool) -> Path | None:
+        """Return the checkpoint from which a run of the recipe would resume here, if any. Changes nothing.
 
-        Raises:
-            FileExistsError: If the folder holds something other than a run.
-            ValueError: If the model's source is inside the folder.
+        A run may write into the folder of a run, or one without visible files.
         """
         source = Path(recipe.model.source)
         if source.exists() and source.resolve().is_relative_to(self.path.resolve()):
@@ -76,29 +65,17 @@ class RunFolder:
                 f"The source {source} is inside {self.path}, the folder of this run, which would replace it: choose "
                 "another `output`"
             )
-        if not self.path.exists() or (self.path / RUN_FILE).exists():
-            return
-        for path in sorted(self.path.iterdir()):
-            # The trainer makes its folder of checkpoints before the run begins.
-            if not path.name.startswith(".") and (path != self.checkpoints or any(path.iterdir())):
-                raise FileExistsError(
-                    f"{self.path} holds something other than a run: {path} is in the way. Choose another `output`"
-                )
-
-    def open(self, recipe: RunSettings, overwrite: bool) -> Path | None:
-        """Return the checkpoint from which a run of the recipe would resume here, if any. Changes nothing.
-
-        Raises:
-            FileExistsError: If a run has finished here, which is not to be overwritten, or as in `check`.
-            ValueError: If the checkpoints here belong to a run with other settings.
-        """
-        self.check(recipe)
-        if overwrite:
-            return None
-        checkpoint = self.last_checkpoint()
+        if self.path.exists() and not (self.path / RUN_FILE).exists():
+            for path in sorted(self.path.iterdir()):
+                # The trainer makes its folder of checkpoints before the run begins.
+                if not path.name.startswith(".") and (path != self.checkpoints or any(path.iterdir())):
+                    raise FileExistsError(
+                        f"{self.path} holds something other than a run: {path} is in the way. Choose another `output`"
+                    )
+        checkpoint = None if overwrite else self.last_checkpoint()
         if checkpoint is not None:
             self.require_same(settings=fixed_settings(recipe))
-        elif self.model.exists():
+        elif self.model.exists() and not overwrite:
             raise FileExistsError(
                 f"{self.path} holds a finished run: its model is in {self.model}. Choose another `output`, or "
                 "start over with `--overwrite`"
@@ -122,27 +99,27 @@ class RunFolder:
                 )
 
     def begin(self, recipe: RunSettings, identity: dict[str, dict[str, Any]], checkpoint: Path | None) -> None:
-        """Make this the folder of the recipe's run: remove checkpoints after the one that it resumes from.
+        """Make this the folder of the recipe's run, without checkpoints after the one that it resumes from.
 
-        Args:
-            recipe: The recipe.
-            identity: What determines the result of the run: `settings`, `models` and `data`.
-            checkpoint: Checkpoint to resume from, if any.
+        `identity` is what determines the result, for `require_same`.
         """
-        for folder in self._own_checkpoints():
-            if checkpoint is None or step_of(folder) > step_of(checkpoint):
-                _remove(folder)
+        self._remove_after(-1 if checkpoint is None else step_of(checkpoint))
         write_json(self.path / RUN_FILE, identity)
         with replaced(self.path / RECIPE_FILE) as file:
             file.write_text(as_yaml(recipe), encoding="utf-8")
 
     def remove_checkpoints(self) -> None:
         """Remove the checkpoints of a run whose model is written."""
-        for folder in self._own_checkpoints():
-            _remove(folder)
+        self._remove_after(-1)
         shutil.rmtree(self.checkpoints / "eval", ignore_errors=True)  # which Sentence-Transformers makes
         with suppress(OSError):  # it does not exist, or holds something else
             self.checkpoints.rmdir()
+
+    def _remove_after(self, step: int) -> None:
+        for folder in self._own_checkpoints():
+            if step_of(folder) > step:
+                (folder / CHECKPOINT_FILE).unlink(missing_ok=True)  # first, in case of a kill
+                shutil.rmtree(folder, ignore_errors=True)
 
     def how_to_resume(self) -> str:
         """Name the last complete checkpoint, for the message of a run that stops."""
@@ -150,11 +127,6 @@ class RunFolder:
         if checkpoint is None:
             return "There is no checkpoint yet."
         return f"The last good checkpoint is {checkpoint}; {HOW_TO_RESUME} from it."
-
-
-def _remove(checkpoint: Path) -> None:
-    (checkpoint / CHECKPOINT_FILE).unlink(missing_ok=True)  # first, in case of a kill
-    shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def step_of(checkpoint: Path) -> int:

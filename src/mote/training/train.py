@@ -17,32 +17,22 @@ from sentence_transformers import (
 from sentence_transformers.base.losses.gradcache import uses_gradient_cache
 from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 from mote.checkpoints.models import load_tokenizer
 from mote.checkpoints.tensors import token_routing, weight_name
 from mote.remote.configuration_mote import MoTEConfig
 from mote.training.adapters import AdapterCheckpoints, merge_adapters, network_of, trained_weights
-from mote.training.arguments import build_arguments
 from mote.training.batches import EvenBatchSampler, TaskBatchSampler
 from mote.training.blending import BlendedCollator
 from mote.training.data import TrainingData, TrainingSet, load_data
 from mote.training.losses import INFO_NCE, LoadBalancedLoss, build_loss, check_loss
 from mote.training.model import build_model
 from mote.training.names import SHARED, encodings, names_of
-from mote.training.processes import (
-    processes,
-    replicated,
-    with_fsdp,
-)
-from mote.training.progress import (
-    LOSS_FILE,
-    SparsitySchedule,
-    TrackedLoss,
-)
+from mote.training.processes import build_arguments, processes, replicated, with_fsdp
+from mote.training.progress import LOSS_FILE, RunCallback, SparsitySchedule, TrackedLoss
 from mote.training.recipe import Recipe
 from mote.training.run import Run
-from mote.training.run_folder import CURVES_FILE, RECIPE_FILE
 from mote.training.teachers import TeacherEmbeddings, teacher_identities, teachers_of
 from mote.training.validation import Validation
 
@@ -80,12 +70,7 @@ def plan(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, overwrit
 
 
 class TrainingRun(Run):
-    """The run of `mote train`.
-
-    Attributes:
-        teachers: Teachers of the recipe, if they are to embed the texts.
-        validation: Evaluator on the held-out texts.
-    """
+    """The run of `mote train`."""
 
     verb = "train"
     recipe_class = Recipe
@@ -95,14 +80,13 @@ class TrainingRun(Run):
     names: MoTEConfig
     data: TrainingData
     teachers: dict[str, TeacherEmbeddings] | None = None
+    """Teachers of the recipe, if they are to embed the texts."""
     validation: Validation | None = None
 
-    def _check_settings(self) -> None:
+    def _check(self) -> None:
         for name, task in self.recipe.tasks.items():
             for dataset in task.datasets:
                 check_loss(name, task.of(dataset), sparse=self.recipe.retrieval.kind != "dense")
-
-    def _check_model(self) -> None:
         self.names, self.tokenizer = names_of(self.recipe, self.source), load_tokenizer(self.source)
         teachers_of(self.recipe)
 
@@ -115,15 +99,12 @@ class TrainingRun(Run):
         self.model, self.names = self._built(self.recipe)
         self.tokenizer = self.model.tokenizer
 
-    def _load_data(self) -> TrainingData:
-        return load_data(self.recipe, self.tokenizer, self.teachers)
-
-    def _build_arguments(self) -> TrainingArguments:
+    def _load_data(self) -> int:
+        self.data = load_data(self.recipe, self.tokenizer, self.teachers)
         recipe, sets, training = self.recipe, self.data.sets, self.recipe.training
+        count = processes().num_processes
         own: dict[str, Any] = {
-            "batch_sampler": partial(
-                EvenBatchSampler, batch_rows=training.batch_size, processes=processes().num_processes
-            ),
+            "batch_sampler": partial(EvenBatchSampler, batch_rows=training.batch_size, processes=count),
             "multi_dataset_batch_sampler": TaskBatchSampler,
         }
         if not self.data.validation:
@@ -136,14 +117,8 @@ class TrainingRun(Run):
             own["router_mapping"] = {name: training_set.column_tasks for name, training_set in sets.items()}
         dense = recipe.retrieval.kind == "dense"
         kind = SentenceTransformerTrainingArguments if dense else SparseEncoderTrainingArguments
-        return build_arguments(kind, training, self.folder, self.verb, **own)
-
-    def _count_batches(self) -> int:
-        size, count = self.recipe.training.batch_size, processes().num_processes
-        batches = sum(len(EvenBatchSampler(one.rows, size, count)) for one in self.data.sets.values())
-        if not batches:
-            raise ValueError("There are fewer rows than processes, so there is nothing to train on")
-        return batches
+        self.arguments = build_arguments(kind, training, self.folder, **own)
+        return sum(len(EvenBatchSampler(one.rows, training.batch_size, count)) for one in sets.values())
 
     def _build_trainer(self) -> Trainer:
         recipe, model, sets = self.recipe, self.model, self.data.sets
@@ -166,39 +141,26 @@ class TrainingRun(Run):
             loss=dict[str, nn.Module](losses),
             data_collator=_collator(recipe, model, self.names, self.arguments, sets),
             evaluator=self.validation if recipe.training.eval_steps is not None else None,
-            callbacks=[
-                SparsitySchedule(recipe.retrieval, losses),
-                *self._callbacks(losses),
-            ],
+            callbacks=[SparsitySchedule(recipe.retrieval, losses), RunCallback(self.tracker, losses)],
         )
 
     def _loss(self, training_set: TrainingSet) -> TrackedLoss:
         """Build the loss of a training set, for the current processes."""
         loss = build_loss(self.model, training_set, self.recipe)
-        self._check_processes(
-            training_set, uses_gradient_cache(loss.loss if isinstance(loss, MatryoshkaLoss) else loss)
-        )
+        routed = self.recipe.model.kind == "mote"
+        experts = {self.names.expert_of(task) for task in training_set.tasks} if routed else set()
+        is_cached = uses_gradient_cache(loss.loss if isinstance(loss, MatryoshkaLoss) else loss)
+        # Under FSDP, processes reduce gradients of one expert together; DDP takes one gradient of each weight.
+        if len(experts) > 1 and ((training_set.parts and with_fsdp()) or (replicated() and not is_cached)):
+            raise ValueError(
+                f"{training_set.name}: several processes cannot send the columns of a row through {len(experts)} "
+                f"experts ({', '.join(sorted(experts))}) with {training_set.settings.loss}. For blended batches use "
+                "DDP; else FSDP2, a loss that caches gradients, or one task for anchors and positives"
+            )
         if token_routing(self.names) is not None:
             loss = LoadBalancedLoss(loss)
         column_tasks = [part.column_tasks for part in training_set.parts] or [training_set.column_tasks]
         return TrackedLoss(self.model, loss, self.tracker, training_set.name, training_set.task, column_tasks)
-
-    def _check_processes(self, training_set: TrainingSet, is_cached: bool) -> None:
-        """Check that several processes can train on a training set together."""
-        experts = (
-            {self.names.expert_of(task) for task in training_set.tasks} if self.recipe.model.kind == "mote" else ()
-        )
-        if training_set.parts and with_fsdp() and len(experts) > 1:
-            raise ValueError(
-                "Blended batches: under FSDP all processes must run the same expert at the same time, but their rows "
-                "differ. Use DDP, a dense model (model.kind=dense), or batches of one task"
-            )
-        if replicated() and len(experts) > 1 and not is_cached:
-            raise ValueError(
-                f"{training_set.name}: under DDP, {training_set.settings.loss} cannot send the columns of a row "
-                f"through {len(experts)} experts ({', '.join(sorted(experts))}). Use FSDP2, a loss that caches "
-                "gradients, or one task for anchors and positives"
-            )
 
     def _built(self, recipe: Recipe) -> tuple[Any, MoTEConfig]:
         """Build the model of a recipe, and remove the start model when all processes have read it."""
@@ -213,14 +175,8 @@ class TrainingRun(Run):
                 shutil.rmtree(self.folder.start, ignore_errors=True)
 
     def scores(self) -> dict[str, float]:
-        """Score the model on the held-out texts."""
-        return self.validation(self.model) if self.validation is not None else {}
-
-    def _scores_of_start(self) -> dict[str, float]:
-        state = processes()
-        scores = self.scores() if state.is_main_process else {}
-        state.wait_for_everyone()
-        return scores
+        """Score the model on the held-out texts, in the main process."""
+        return self.validation(self.model) if self.validation is not None and processes().is_main_process else {}
 
     def finish(self, before: dict[str, float]) -> None:
         """Score the model, write its repository, replacing an earlier one, and remove the checkpoints."""
@@ -242,7 +198,7 @@ class TrainingRun(Run):
             for name, value in after.items()
             if "/" not in name
         ]
-        self._write(details, scores, "trained from", self._card_values())
+        self._write(details, scores, "trained from", self._card_rows())
 
     def _gather(self) -> None:
         """Load the trained weights into a new model if the current one cannot be written; all processes call this.
@@ -283,7 +239,8 @@ class TrainingRun(Run):
                 own = weight.get(experts.get(id(trained)) or SHARED, 0.0) if isinstance(weight, dict) else weight
                 trained.lerp_(initial.to(trained), own)
 
-    def _card_values(self) -> dict[str, Any]:
+    def _card_rows(self) -> list[tuple[Any, ...]]:
+        """Return task, batches, loss, temperature, and datasets with their rows."""
         sets = [part for one in self.data.sets.values() for part in one.parts or [one]]
         of_dataset = {part.name: part.settings for part in sets}  # which may have an objective of its own
         datasets: dict[tuple[Any, ...], list[str]] = {}
@@ -291,8 +248,7 @@ class TrainingRun(Run):
             own = of_dataset.get(report.name, self.recipe.tasks[report.task])
             row = (report.task, own.batches, own.loss, own.temperature if own.loss == INFO_NCE else "")
             datasets.setdefault(row, []).append(f"{report.name} ({report.used:,})")
-        rows = [(*row, ", ".join(names)) for row, names in datasets.items()]
-        return {"data": rows, "recipe_file": RECIPE_FILE, "curves_file": CURVES_FILE}
+        return [(*row, ", ".join(names)) for row, names in datasets.items()]
 
 
 class _Sharded:
