@@ -330,7 +330,7 @@ def test_data_that_are_refused(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_not_finite(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(NonFiniteError, match="non-finite|loss is (nan|inf).*try a lower training.learning_rate"):
+    with pytest.raises(NonFiniteError, match=r"non-finite|loss is (nan|inf).*try a lower training.learning_rate"):
         pretrain("mlm", settings(source, tmp_path / "run", "training.learning_rate=1e30", "training.warmup_steps=0"))
     assert not (tmp_path / "run" / "model").exists()
 
