@@ -34,7 +34,7 @@ from mote.cli import main
 from mote.experts import parameter_counts
 from mote.remote.configuration_mote import MoTEConfig
 from mote.remote.modeling_mote import MoTEModel
-from mote.upcycling.instructions import instructions_from
+from mote.upcycling.configs import instructions_from
 
 ROOT = Path(__file__).parents[1]
 CODE = [

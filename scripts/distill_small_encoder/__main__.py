@@ -39,7 +39,7 @@ from sentence_transformers import SentenceTransformer, SentenceTransformerTraine
 from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
 from sentence_transformers.sentence_transformer.losses import EmbedDistillLoss
 
-from mote.training.task_settings import TeacherSettings
+from mote.training.recipe import TeacherSettings
 from mote.training.teachers import TeacherEmbeddings
 from scripts.distill_small_encoder.card import Facts, write_card
 from scripts.distill_small_encoder.figures import encode_batch_size, evaluate, sts_evaluator

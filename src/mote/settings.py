@@ -33,10 +33,25 @@ class Settings(BaseModel):
                 raise ValueError(f"unknown key {key!r}." + alternatives(key, cls.model_fields))
         return settings
 
+    def conflicts(self) -> Iterable[str]:
+        """Name settings that cannot be used together."""
+        return ()
+
+    @model_validator(mode="after")
+    def _refuse_conflicts(self) -> Self:
+        refuse(self.conflicts())
+        return self
+
     def updated(self, **changes: Any) -> Self:
         """Return a copy with changes, which are validated; fields that were not set stay unset."""
         given = {name: getattr(self, name) for name in self.model_fields_set}
         return type(self)(**{**given, **changes})
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raise `ValueError` if there are any problems; its message lists all of them."""
+    if found := [*problems]:
+        raise ValueError("; ".join(found))
 
 
 def descriptions(settings: type[Settings]) -> dict[str, str]:

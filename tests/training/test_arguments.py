@@ -9,12 +9,10 @@ from helpers.runs import overrides
 from sentence_transformers import SentenceTransformerTrainingArguments
 
 from mote.checkpoints.reading import open_checkpoint
-from mote.training.names import names_of
+from mote.training.model import names_of
 from mote.training.recipe_files import load_recipe
 from mote.training.train import TrainingRun, plan, train
 from mote.training.trainer_settings import TrainingSettings
-
-SHARED = "model.experts=[search_query, search_document, classification, clustering, shared]"
 
 
 @pytest.mark.parametrize(
@@ -31,7 +29,7 @@ SHARED = "model.experts=[search_query, search_document, classification, clusteri
         ("training.lr_scheduler_type=straight", r"straight"),
         ("training.adam_beta2=x", r"adam_beta2: Input should be a valid number, .*, got 'x'"),
         ("model.layers=[99]", r"99"),
-        ("training.start_weight={search: 0.5}", r"no single part of the model is called 'search'\..*'shared'"),
+        ("training.start_weight={search: 0.5}", r"Unknown part of the model: 'search'\..*'shared'"),
         ("training.start_weight={}", r"training.start_weight"),
         ("model.experts=[search_query]", r"Unknown task 'search_document'"),
     ],
@@ -59,7 +57,6 @@ def test_invalid_settings(override: str, message: str, tiny: Path, data: Path, t
             r"only_experts: a model of the kind 'dense' has no task experts",
         ),
         ("tlr", ["training.only_experts=[clustering]"], r"of the kind 'token_routed' has no task experts"),
-        ("mote", [SHARED, "training.start_weight={shared: 0.25}"], "no single part of the model is called 'shared'"),
     ],
 )
 def test_settings_that_do_not_suit_the_model(

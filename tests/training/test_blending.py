@@ -12,7 +12,7 @@ from sentence_transformers import SentenceTransformer
 from mote.training.cleaning import text_id
 from mote.training.data import load_data
 from mote.training.losses import BlendedLoss, InfoNCELoss
-from mote.training.task_settings import TaskSettings
+from mote.training.recipe import TaskSettings
 from mote.training.train import TrainingRun, plan, train
 
 BLENDED = (

@@ -10,8 +10,7 @@ from helpers.runs import overrides
 import mote
 from mote.checkpoints.reading import open_checkpoint
 from mote.checkpoints.st_settings import instruction_pooling_in
-from mote.training.model import build_model
-from mote.training.names import upcycling_options
+from mote.training.model import build_model, upcycling_options
 from mote.training.recipe_files import load_recipe
 from mote.training.train import TrainingRun, train
 

@@ -16,7 +16,7 @@ from torch.nn.functional import cosine_similarity
 from mote.training import losses
 from mote.training.cleaning import INFO_NCE, LABEL_TYPES, LOSSES
 from mote.training.losses import InfoNCELoss, check_loss
-from mote.training.task_settings import TaskSettings
+from mote.training.recipe import TaskSettings
 
 ANCHORS = ["how do whales breathe", "price of gold", "boil an egg", "who wrote Hamlet", "Tokyo weather"]
 POSITIVES = ["Whales come up for air.", "Gold rose to a new high.", "Seven minutes.", "Shakespeare did.", "It rains."]

@@ -65,7 +65,7 @@ def test_only_the_new_expert_moves(tasks: str, how: str, source: Path, tmp_path:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("training.only_experts=[legl]", r"part of the model is called 'legl'. Did you mean 'legal'\?"),
+        ("training.only_experts=[legl]", r"Unknown expert to train: 'legl'. Did you mean 'legal'\?"),
         ("training.only_experts=[]", "training.only_experts: "),
         ("training.only_experts=legal", "training.only_experts: "),
         (

@@ -275,7 +275,7 @@ def test_a_dry_run(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     ("recipe", "more", "message"),
     [
         ("mlm", ["masking.rate=1.5"], "masking.rate: Input should be less than 1"),
-        ("mlm", ["training.learning_rat=1"], "'learning_rat'. Did you mean 'learning_rate'.*of TrainingArguments"),
+        ("mlm", ["training.learning_rat=1"], "'learning_rat'. Did you mean 'learning_rate'.*TrainingArguments"),
         ("mlm", ["training.gradient_accumulation_steps=2"], "set training.batch_size"),
         ("mlm", ["training.dataloader_persistent_workers=true"], "cannot be set here: workers draw new masks"),
         ("mlm", ["tasks.search={datasets: [retrieval/arxiv]}"], "Unknown task 'search'"),

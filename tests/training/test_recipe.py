@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mote.checkpoints.reading import open_checkpoint
-from mote.training.names import names_of
+from mote.training.model import names_of
 from mote.training.recipe_files import load_recipe, shipped_recipes
 from mote.training.run_folder import as_yaml, fixed_settings
 
@@ -116,16 +116,10 @@ def test_a_file_extends_one_beside_it_before_a_shipped_one(tmp_path: Path) -> No
     assert recipe.training.batch_size == 6144
 
 
-def test_a_file_of_a_shipped_recipes_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_of_a_shipped_recipes_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mote.yaml").write_text("extends: mote\ntraining: {seed: 7}\n")
-    caplog.set_level("INFO", "mote")
-    recipe = load_recipe("mote")
-    assert (recipe.training.seed, recipe.training.batch_size) == (7, 6144)
-    assert caplog.messages == [f"The recipe mote is the file {tmp_path / 'mote.yaml'}, not the shipped one"]
-    assert load_recipe("em").training.seed == 42  # a shipped recipe extends a shipped one
+    assert [load_recipe(name).training.seed for name in ("mote.yaml", "mote", "em")] == [7, 42, 42]
 
 
 @pytest.mark.parametrize(
@@ -149,10 +143,10 @@ def test_a_file_of_a_shipped_recipes_name(
         ("model.kind=sparse", r"model.kind: Input should be 'mote', 'token_routed' or 'dense'"),
         ("tasks={}", "tasks: Dictionary should have at least 1 item"),  # an override replaces what it names
         ("training.batch_size", r"expected key=value"),
-        ("model.source={", r"invalid YAML"),
-        ("tasks.retreival=null", r"tasks.retreival=null: .* has no task 'retreival'. Did you mean 'retrieval'"),
+        ("model.source={", r"The override 'model.source={' is invalid: "),
+        ("tasks.retreival=null", r"'tasks.retreival=null' is invalid: .*Did you mean 'retrieval'"),
         ("extends=em", r"unknown key 'extends'"),
-        ("training={seed: 7, seed: 8}", r"(?s)The override 'training=.*' is invalid YAML: .*found duplicate key seed"),
+        ("training={seed: 7, seed: 8}", r"(?s)The override 'training=.*' is invalid: .*found duplicate key seed"),
         ("training.learning_rate=.inf", "training.learning_rate: Input should be a finite number"),
         ("training.save_total_limit=1", "training.save_total_limit"),
     ],
@@ -166,11 +160,8 @@ def test_a_recipe_removes_only_tasks_that_are_there(tmp_path: Path) -> None:
     (tmp_path / "one.yaml").write_text("extends: mote\ntasks: {retrieval: null}\n")
     (tmp_path / "two.yaml").write_text("extends: one\ntasks: {retrieval: null, clustring: null}\n")
     assert list(load_recipe(tmp_path / "one.yaml", ["tasks.retrieval=null"]).tasks) == ["classification", "clustering"]
-    message = r"no task 'clustring'. Did you mean 'clustering'\? Available: 'classification', 'clustering'\."
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"Unknown task to remove: 'clustring'. Did you mean 'clustering'\?"):
         load_recipe(tmp_path / "two.yaml")
-    with pytest.raises(ValueError, match="no task 'clustring'"):
-        load_recipe("mote", ["tasks.clustring=null"])
 
 
 def test_every_error_is_listed() -> None:
@@ -189,9 +180,9 @@ def test_an_unknown_recipe_lists_the_shipped_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"- a\n- b", "must be a mapping of keys to values, got a list"),
-        (b"a: !!python/object/apply:os.getcwd []", "is invalid YAML"),
-        ("name: größer\n".encode("latin-1"), "is invalid YAML: .*0xf6"),
+        (b"- a\n- b", "is invalid: Unsupported value type"),
+        (b"a: !!python/object/apply:os.getcwd []", "is invalid: "),
+        ("name: größer\n".encode("latin-1"), "is invalid: .*0xf6"),
         (b"extends: mote\ndata: {}\n\nname: x\ndata: {limit: 8}\n", "found duplicate key data.*line 5"),
         (b"tasks:\n  a: {anchor: x}\n  'a': {anchor: y}\n", "found duplicate key a.*line 3"),
     ],

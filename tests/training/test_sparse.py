@@ -14,9 +14,9 @@ from sentence_transformers.sparse_encoder import losses
 from mote import upcycle
 from mote.training.cleaning import LABEL_TYPES
 from mote.training.losses import check_loss
+from mote.training.recipe import TaskSettings
 from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import START_FOLDER
-from mote.training.task_settings import TaskSettings
 from mote.training.train import plan, train
 
 ROWS = [

@@ -16,8 +16,8 @@ from sentence_transformers import SentenceTransformer
 
 from mote.training import teachers
 from mote.training.data import load_data
+from mote.training.recipe import TeacherSettings
 from mote.training.recipe_files import parse_recipe
-from mote.training.task_settings import TeacherSettings
 from mote.training.teachers import TeacherEmbeddings
 
 TEXTS = [f"text {'abcde'[i % 5] * (i % 7 + 1)} number {i}" for i in range(10)]
@@ -104,7 +104,7 @@ KILLED = f"""
 import os, signal, sys
 from pathlib import Path
 from mote.training import teachers
-from mote.training.task_settings import TeacherSettings
+from mote.training.recipe import TeacherSettings
 
 teachers.CHUNK = {CHUNK}
 original = teachers.TeacherEmbeddings._encode
@@ -141,7 +141,7 @@ def test_embeddings_that_are_not_finite_are_refused(teacher: Path, tmp_path: Pat
 HUB = """
 import sys
 from pathlib import Path
-from mote.training.task_settings import TeacherSettings
+from mote.training.recipe import TeacherSettings
 from mote.training.teachers import TeacherEmbeddings
 
 for name, revision in (("user/teacher", None), ("user/teacher", sys.argv[2]), ("user/missing", None)):

@@ -11,7 +11,7 @@ from helpers.datasets import RETRIEVAL, recipe_of
 from mote.data.columns import Example
 from mote.data.rows import Location
 from mote.training.cleaning import DatasetRows
-from mote.training.task_settings import DatasetSettings
+from mote.training.recipe import DatasetSettings
 from mote.training.validation import Validation
 
 

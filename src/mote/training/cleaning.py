@@ -11,8 +11,7 @@ from typing import Literal, TypeVar
 from mote.data.columns import SHOWN_ERRORS, Example, Examples, RowType, read_examples
 from mote.data.rows import Location
 from mote.reporting import table
-from mote.training.recipe import Recipe
-from mote.training.task_settings import DatasetSettings, ValidationSettings
+from mote.training.recipe import DatasetSettings, Recipe, ValidationSettings
 
 LabelType = Literal["pairs", "scored", "labelled", "embeddings"]
 

@@ -31,8 +31,7 @@ from mote.training.cleaning import (
     table_of,
     text_id,
 )
-from mote.training.recipe import Recipe
-from mote.training.task_settings import TaskSettings
+from mote.training.recipe import Recipe, TaskSettings
 from mote.training.teachers import TeacherEmbeddings
 
 logger = logging.getLogger(__name__)

@@ -22,11 +22,9 @@ from mote.inference.loading import load_encoder
 from mote.remote.configuration_mote import alternatives
 from mote.training.cleaning import INFO_NCE, LABEL_TYPES, LOSSES
 from mote.training.data import TrainingSet
-from mote.training.model_settings import RetrievalSettings
 from mote.training.processes import processes, replicated
 from mote.training.progress import count_texts
-from mote.training.recipe import Recipe
-from mote.training.task_settings import TaskSettings
+from mote.training.recipe import Recipe, RetrievalSettings, TaskSettings
 from mote.training.trainer_settings import TrainingSettings
 
 
@@ -254,11 +252,10 @@ class SparsePartFlops(sparse_losses.FlopsLoss):
     Args:
         model: The model.
         size: V, the size of the vocabulary.
-        threshold: As in `FlopsLoss`.
     """
 
-    def __init__(self, model: SparseEncoder, size: int, threshold: float | None = None) -> None:
-        super().__init__(model, threshold)
+    def __init__(self, model: SparseEncoder, size: int) -> None:
+        super().__init__(model)
         self.size = size
 
     def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
@@ -344,11 +341,10 @@ def build_loss(model: SentenceTransformer | SparseEncoder, training_set: Trainin
 
 def _splade(model: Any, loss: nn.Module, retrieval: RetrievalSettings, mini_batch_size: int | None) -> nn.Module:
     """Add the sparsity losses of SPLADE; those of a hybrid model apply to the sparse part of its vectors."""
-    weights = retrieval.of_loss
+    weights: dict[str, Any] = {name: value for name, value in retrieval if name.endswith("_regularizer_weight")}
     if retrieval.kind == "hybrid":
         for side in ("query", "document"):
-            threshold = weights.pop(f"{side}_regularizer_threshold")
-            weights[f"{side}_regularizer"] = SparsePartFlops(model, model[0].config.vocab_size, threshold)
+            weights[f"{side}_regularizer"] = SparsePartFlops(model, model[0].config.vocab_size)
     if mini_batch_size is None:
         return sparse_losses.SpladeLoss(model, loss, **weights)
     return sparse_losses.CachedSpladeLoss(model, loss, **weights, mini_batch_size=mini_batch_size)

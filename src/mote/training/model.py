@@ -1,8 +1,10 @@
-"""The model that a recipe trains: a MoTE, its token-routed counterpart, or a dense model."""
+"""The model that a recipe trains: its tasks and instructions, whether its source suits the recipe, its weights."""
 
 import contextlib
 import logging
-from collections.abc import Iterator
+import os
+import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +15,211 @@ from torch import nn
 
 from mote.checkpoints import sentence_transformers as st
 from mote.checkpoints.bidirectional import is_bidirectional, make_bidirectional
-from mote.checkpoints.models import load_dense, load_tokenizer
-from mote.checkpoints.reading import Checkpoint, is_mote, open_checkpoint
+from mote.checkpoints.definitions import instruction_with
+from mote.checkpoints.models import load_dense, load_tokenizer, positions_of
+from mote.checkpoints.reading import TOKEN_ROUTED, Checkpoint, has_head, is_mote, open_checkpoint
 from mote.checkpoints.st_settings import (
+    Retrieval,
     instruction_pooling_in,
     retrieval_in,
+    wanted_retrieval,
     write_instruction_pooling,
     write_retrieval,
 )
 from mote.checkpoints.staging import ModelStaging
-from mote.checkpoints.tensors import experts_are_copies
+from mote.checkpoints.tensors import experts_are_copies, token_routing
 from mote.checkpoints.tokens import apply_end_token, with_padding_token
 from mote.inference.loading import require_all_weights
-from mote.remote.configuration_mote import MoTEConfig
+from mote.remote.configuration_mote import MoTEConfig, require_known
+from mote.settings import refuse
 from mote.training.adapters import adapt, network_of, share_weights
-from mote.training.model_settings import ModelSettings
-from mote.training.names import names_of, retrieval_of, set_router_loss, upcycling_options
 from mote.training.processes import processes
-from mote.training.recipe import Recipe
+from mote.training.recipe import DatasetSettings, ModelSettings, Recipe, RetrievalSettings, RunSettings, TaskSettings
 from mote.training.run_folder import START_FOLDER
+from mote.upcycling.configs import instructions_from, instructions_of, with_unseen_tasks
+from mote.upcycling.options import POOLING_SIZES, TOKEN_ROUTING, MoTESettings, UpcyclingOptions
+from mote.upcycling.plan import plan_upcycling
 from mote.upcycling.upcycle import upcycle
 
+SHARED = "shared"
+"""Part of a MoTE in `training.start_weight`: all weights but those of its experts."""
+
 logger = logging.getLogger(__name__)
+
+
+# Tasks and instructions, from the configs alone ----------------------------------------------------------------------
+
+
+def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
+    """Return the tasks and instructions of the model that a recipe trains, without its weights.
+
+    Raises:
+        ValueError: If the source does not suit the recipe, or the recipe names a task that the model does not know.
+    """
+    settings = recipe.model
+    retrieval_of(recipe, source)
+    if is_mote(source.config):
+        names = matching_config(settings, source)
+    elif settings.kind == "dense":
+        if settings.bidirectional:
+            make_bidirectional(source.config, source.name)  # or an error
+        # The tasks and instructions of a MoTE upcycled from it.
+        names = tasks_of(settings)
+        of_source = instructions_from(st.source_prompts(source), names)
+        names.instructions = instructions_of(upcycling_options(settings), names, of_source)
+        names.validate()
+    else:
+        names = plan_upcycling(source, options=upcycling_options(settings, recipe.retrieval)).config
+    given: list[TaskSettings | DatasetSettings] = [*recipe.tasks.values()]
+    given += [dataset for task in recipe.tasks.values() for dataset in task.datasets]
+    check_fit(recipe, source, names, [name for one in given for name in (one.anchor, one.positive) if name])
+    refuse(_conflicts(recipe, source, names))
+    return names
+
+
+def _conflicts(recipe: Recipe, source: Checkpoint, names: MoTEConfig) -> Iterator[str]:
+    """Name settings of the recipe that do not go with its source."""
+    settings, training, peft = recipe.model, recipe.training, recipe.training.peft
+    upcycled = not is_mote(source.config)
+    if not upcycled and not settings.instructions and any(map(names.instruction_of, names.tasks)):
+        yield f"model.instructions is false, but {source.name} has instructions: remove them first (`mote set`)"
+    if not upcycled and retrieval_of(recipe, source).needs_head and not has_head(source.config):
+        yield (
+            f"{source.name} has no head for masked language modelling, which sparse vectors are made from: set "
+            "retrieval.sparse_from=embeddings, or start from a model with a head (`mote pretrain`, "
+            "`mote upcycle --with-head`)"
+        )
+    for name in training.start_weight if isinstance(training.start_weight, dict) else ():
+        require_known(name, [SHARED, *names.experts], "part of the model:")
+    if training.only_experts is not None:
+        yield from _untrained(recipe, names, training.only_experts)
+    if peft is not None and token_routing(names) is not None:
+        yield "training.peft: token-routed experts are stacked weights, which PEFT does not adapt here"
+    changed = settings.bidirectional or is_bidirectional(source.config) or source.format != "transformers"
+    if peft is not None and not peft.merge and upcycled and (settings.kind == "mote" or changed):
+        yield (
+            f"training.peft.merge=false: adapters are loaded on top of a model, but {source.name} is not yet the model "
+            "that they are trained on: merge them, or upcycle it first (`mote upcycle`)"
+        )
+
+
+def _untrained(recipe: Recipe, names: MoTEConfig, trained: list[str]) -> Iterator[str]:
+    """Name datasets that train none of the only experts to train."""
+    for name in trained:
+        require_known(name, names.experts, "expert to train:")
+    for name, task in recipe.tasks.items():
+        for dataset in task.datasets:
+            tasks = (dataset.anchor or task.anchor, dataset.positive or task.positive)
+            experts = sorted({names.tasks[one] for one in tasks})
+            if not set(experts) & set(trained):
+                yield (
+                    f"tasks.{name}: {dataset.path} trains {' and '.join(experts)}, none of training.only_experts "
+                    f"({', '.join(trained)}): send it to one of them by `anchor`, or remove it (`tasks.{name}=null`)"
+                )
+
+
+def encodings(names: MoTEConfig, kind: str) -> dict[str, dict[str, Any]]:
+    """Return the arguments of `encode` for the texts of each task, given the model's kind.
+
+    An empty prompt stays empty, where none at all would be the model's default prompt.
+    """
+    return {
+        task: {"prompt": names.instruction_of(task), **({"task": task} if kind == "mote" else {})}
+        for task in names.tasks
+    }
+
+
+def tasks_of(settings: ModelSettings) -> MoTEConfig:
+    """Return a config with the experts and tasks that a recipe names."""
+    return MoTEConfig(experts=settings.experts, tasks=with_unseen_tasks(settings.tasks))  # type: ignore[arg-type]  # None: default
+
+
+def upcycling_options(settings: ModelSettings, retrieval: RetrievalSettings | None = None) -> UpcyclingOptions:
+    """Return the recipe's settings of upcycling."""
+    shared = {name: getattr(settings, name) for name in MoTESettings.model_fields}
+    if not settings.definitions:
+        shared["template"] = None  # it may only be for definitions of datasets
+    if settings.kind == "token_routed":
+        shared["routing"] = "token"
+    if retrieval is not None and retrieval.kind != "dense":
+        shared |= {name: getattr(retrieval, name) for name in ("sparse_from", "max_active_dims")}
+        shared["retrieval"] = retrieval.kind
+    return UpcyclingOptions(**shared)
+
+
+def retrieval_of(recipe: Recipe, source: Checkpoint) -> Retrieval:
+    """Return the vectors that a recipe's model gives; settings that it leaves out are as in the source."""
+    own, wanted = retrieval_in(source.folder), recipe.retrieval
+    if wanted.kind != "dense":
+        return wanted_retrieval(own, wanted.kind, wanted.sparse_from, wanted.max_active_dims, wanted.weight)
+    if own.kind != "dense":
+        raise ValueError(f"{source.name} gives {own.kind} vectors: set retrieval.kind={own.kind}")
+    return own
+
+
+def set_router_loss(config: MoTEConfig, settings: ModelSettings) -> None:
+    """Let the recipe decide on the weight of a token-routed model's load-balancing loss, if it names one."""
+    routing = token_routing(config)
+    if routing is not None and settings.router_aux_loss_coef is not None:
+        routing.router_aux_loss_coef = settings.router_aux_loss_coef
+
+
+def matching_config(settings: ModelSettings, source: Checkpoint) -> MoTEConfig:
+    """Return the config of a source that already is a MoTE, with the recipe's weight of the load-balancing loss.
+
+    It must have all other settings that the recipe names.
+    """
+    config: Any = source.config
+    set_router_loss(config, settings)
+    layout = MoTEConfig(backbone_config=config.backbone_config, mote_layers=settings.layers or config.mote_layers)
+    defined = {task: instruction_with(text, settings.template) for task, text in settings.definitions.items()}
+    own = {
+        "kind": "token_routed" if config.model_type == TOKEN_ROUTED else "mote",
+        "layers": config.mote_layer_indices,
+        "experts": {*config.experts},
+        "tasks": config.tasks,
+        "instructions": config.instructions,
+        "bidirectional": not getattr(config.backbone_config, "is_causal", True),
+        **{name: getattr(config, name, None) for name in ("shared_modules", "pooling", *POOLING_SIZES)},
+        **{name: getattr(token_routing(config), name, None) for name in TOKEN_ROUTING},
+    }
+    wanted = {
+        **{name: getattr(settings, name) for name in own},
+        "layers": layout.mote_layer_indices,
+        "experts": None if settings.experts is None else {*settings.experts},
+        "tasks": {**config.tasks, **settings.tasks},
+        "instructions": {**config.instructions, **settings.instruction_texts, **defined},
+        "bidirectional": settings.bidirectional or None,
+    }
+    if not source.is_local and not settings.trust_remote_code:
+        raise ValueError(f"{source.name} comes with code of its own: read it, then set model.trust_remote_code=true")
+    if wrong := [f"model.{name}" for name, value in wanted.items() if value not in (None, own[name])]:
+        raise ValueError(
+            f"{source.name} is already a MoTE, and differs from the recipe in {', '.join(wrong)}. It is of the kind "
+            f"{own['kind']!r}, with the experts {', '.join(config.experts)} in blocks {own['layers']}"
+        )
+    return config
+
+
+def check_fit(recipe: RunSettings, source: Checkpoint, config: MoTEConfig, tasks: Sequence[str]) -> None:
+    """Check that a model takes texts of the recipe's length, can be trained in its precision, and knows its tasks."""
+    length, routing = recipe.model.max_length, token_routing(config)
+    positions = None if length is None else positions_of(source)
+    if length is not None and positions is not None and length > positions:
+        raise ValueError(
+            f"model.max_length is {length:,}, and {source.name} has learned positions for {positions:,} "
+            "tokens: set it to at most that, or give the source rotary positions first (`mote lengthen`)"
+        )
+    if recipe.training.fp16 and routing is not None and routing.router_aux_loss_coef:
+        raise ValueError(
+            "The load-balancing loss of a token router is not scaled as gradients are in fp16, and would be lost: set "
+            "training.bf16=true instead"
+        )
+    for task in tasks:
+        config.expert_of(task)  # an error if the task is unknown
+
+
+# The model -----------------------------------------------------------------------------------------------------------
 
 
 def build_model(
@@ -44,7 +229,7 @@ def build_model(
 
     A model that is made from the source (upcycled, for example) is written into `.mote-start` in the folder `scratch`.
     """
-    settings, adapters = recipe.model, recipe.training.peft
+    settings, adapters, only_experts = recipe.model, recipe.training.peft, recipe.training.only_experts
     names = names_of(recipe, source)
     model: SentenceTransformer | SparseEncoder
     torch.manual_seed(recipe.training.seed)  # for the new weights of a token router
@@ -67,15 +252,22 @@ def build_model(
         model.max_seq_length = settings.max_length
     if settings.dropout is not None:
         set_dropout(model, settings.dropout)
-    only_experts = recipe.training.only_experts
-    if only_experts is not None:
-        _freeze_all_but(model, only_experts)
+    if only_experts is not None:  # everything else gets no gradients and no weight decay
+        model.requires_grad_(False)
+        for block in network_of(model).blocks:
+            for name in only_experts:
+                block.experts[name].requires_grad_(True)
     if adapters is not None:
         adapt(network_of(model), adapters, only_experts)
         base = network_of(model).peft_config["default"]
         base.base_model_name_or_path = str(source.folder.resolve()) if source.is_local else source.name
         base.revision = source.revision
     return model, names
+
+
+def _loading(settings: ModelSettings) -> dict[str, Any]:
+    attention = {} if settings.attention is None else {"attn_implementation": settings.attention}
+    return {"model_kwargs": {"dtype": torch.float32, **attention}}  # also under mixed precision
 
 
 def _dense_model(recipe: Recipe, source: Checkpoint, folder: Path, names: MoTEConfig) -> SentenceTransformer:
@@ -92,7 +284,12 @@ def _dense_model(recipe: Recipe, source: Checkpoint, folder: Path, names: MoTECo
         logger.warning("The default prompt %r is not of a task, and no longer the default", model.default_prompt_name)
         model.default_prompt_name = None
     if settings.pooling is not None:
-        _set_pooling(model, settings.pooling)
+        modes = {ours: theirs for theirs, ours in st.POOLING_NAMES.items()}
+        pooling = [module for module in model if isinstance(module, Pooling)]
+        if not pooling:
+            raise ValueError(f"model.pooling: {source.name} has no module `Pooling`")
+        for module in pooling:
+            module.pooling_mode = modes[settings.pooling]
     if settings.instruction_pooling in (None, own):
         return model
     with processes().main_process_first():
@@ -122,15 +319,6 @@ def _mote_folder(recipe: Recipe, source: Checkpoint, folder: Path) -> Path:
     return folder
 
 
-def _link(source: Path, folder: Path) -> None:
-    """Copy a model's folder with links in place of files, which takes no space."""
-    for path in source.rglob("*"):
-        if path.is_file():
-            link = folder / path.relative_to(source)
-            link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(path.resolve())
-
-
 def native_folder(source: Checkpoint, folder: Path, bidirectional: bool = False) -> Path:
     """Return a folder from which Sentence-Transformers loads a dense source with all its weights.
 
@@ -157,19 +345,9 @@ def native_folder(source: Checkpoint, folder: Path, bidirectional: bool = False)
     return folder
 
 
-def _set_pooling(model: SentenceTransformer, pooling: str) -> None:
-    """Set how a dense model pools; raise `ValueError` if it cannot pool so."""
-    names: Any = {ours: theirs for theirs, ours in st.POOLING_NAMES.items()}
-    modules = [module for module in model if isinstance(module, Pooling)]
-    if pooling not in names or not modules:
-        raise ValueError(f"model.pooling={pooling}: a dense model pools by `Pooling` ({', '.join(names)})")
-    for module in modules:
-        module.pooling_mode = names[pooling]
-
-
-def _loading(settings: ModelSettings) -> dict[str, Any]:
-    attention = {} if settings.attention is None else {"attn_implementation": settings.attention}
-    return {"model_kwargs": {"dtype": torch.float32, **attention}}  # also under mixed precision
+def _link(source: Path, folder: Path) -> None:
+    """Copy a model's folder with links in place of files, which takes no space."""
+    shutil.copytree(source.resolve(), folder, copy_function=os.symlink)
 
 
 def set_dropout(model: nn.Module, probability: float) -> None:
@@ -191,11 +369,3 @@ def _no_progress() -> Iterator[None]:
         yield
     finally:
         package.setLevel(level)
-
-
-def _freeze_all_but(model: SentenceTransformer | SparseEncoder, experts: list[str]) -> None:
-    """Freeze everything but some experts: frozen weights get no gradients and no weight decay."""
-    model.requires_grad_(False)
-    for block in network_of(model).blocks:
-        for name in experts:
-            block.experts[name].requires_grad_(True)

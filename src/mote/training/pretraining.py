@@ -22,8 +22,7 @@ from mote.checkpoints.sentence_transformers import max_seq_length
 from mote.experts.exporting import export
 from mote.remote.masked_lm_mote import MoTEForMaskedLM
 from mote.training.masking import MaskedBatches, SetEpoch, TextRows
-from mote.training.model import set_dropout
-from mote.training.names import check_fit, matching_config, set_router_loss, tasks_of, upcycling_options
+from mote.training.model import check_fit, matching_config, set_dropout, set_router_loss, tasks_of, upcycling_options
 from mote.training.objectives import Pretraining
 from mote.training.pretraining_recipe import PretrainingRecipe
 from mote.training.processes import build_arguments, processes, with_deepspeed, with_fsdp

@@ -1,14 +1,14 @@
 """Recipes for pre-training on the texts of each task: masked language modelling, and CoT-MAE."""
 
 import random
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from mote.data.settings import DatasetSource
 from mote.settings import Settings
-from mote.training.model_settings import ModelSettings
-from mote.training.recipe import SHIPPED, RunSettings
+from mote.training.recipe import SHIPPED, ModelSettings, RunSettings
 from mote.training.trainer_settings import TrainerSettings
 
 
@@ -58,11 +58,10 @@ class TextTaskSettings(Settings):
     context: Literal["pair", "nearby", "random", "overlap", "mixed"] = "mixed"
     context_task: str | None = None
 
-    @model_validator(mode="after")
-    def _sides(self) -> "TextTaskSettings":
+    def conflicts(self) -> Iterator[str]:
+        """Rows that give all their texts have no other side."""
         if self.context == "pair" and self.texts == "all":
-            raise ValueError("context: pair needs `texts: anchors` or `texts: positives`, and takes the other side")
-        return self
+            yield "context: pair needs `texts: anchors` or `texts: positives`, and takes the other side"
 
 
 class MaskingSettings(Settings):

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from mote.files import write_json
-from mote.training.model_settings import RetrievalSettings
 from mote.training.processes import processes, summed
+from mote.training.recipe import RetrievalSettings
 from mote.training.run_folder import CHECKPOINT_FILE
 
 LOSS_FILE = "loss.pt"
@@ -146,8 +146,8 @@ class SparsitySchedule(TrainerCallback):
 
     def __init__(self, settings: RetrievalSettings, losses: dict[str, TrackedLoss]) -> None:
         found = [module for loss in losses.values() for module in loss.modules() if isinstance(module, SpladeLoss)]
-        how: Any = {"scheduler_type": settings.scheduler_type, "warmup_ratio": settings.warmup_ratio}
-        self.schedulers = [SpladeRegularizerWeightSchedulerCallback(loss, **how) for loss in found]
+        ratio = settings.warmup_ratio
+        self.schedulers = [SpladeRegularizerWeightSchedulerCallback(loss, warmup_ratio=ratio) for loss in found]
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         """Set the first weights."""

@@ -4,19 +4,241 @@ A recipe is YAML. It may extend another one (`extends: mote`), and then holds on
 `key=value` changes single settings (`training.learning_rate=2e-5`). Unknown keys are errors.
 """
 
+from collections.abc import Iterator
 from importlib.resources import files
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 from typing_extensions import Self
 
 from mote.checkpoints.definitions import instruction_with
+from mote.data.settings import DatasetSource
 from mote.settings import Settings
-from mote.training.model_settings import ModelSettings, RetrievalSettings
-from mote.training.task_settings import DatasetSettings, DataSettings, TaskSettings, ValidationSettings
 from mote.training.trainer_settings import TrainerSettings, TrainingSettings
+from mote.upcycling.options import POOLING_BY_ATTENTION, POOLING_SIZES, TOKEN_ROUTING, MoTESettings
 
 SHIPPED = files("mote") / "recipes"
+EXAMPLE_DATA = "examples/data"
+
+
+class ModelSettings(MoTESettings):
+    """The model.
+
+    Attributes:
+        source: Dense checkpoint or MoTE: a folder, or an id on the Hub.
+        kind: `mote` (an expert per task), `token_routed` (the same experts, routed token by token), or `dense`.
+        revision: Branch, tag or commit of a source on the Hub.
+        trust_remote_code: Whether to run the code that comes with a MoTE from the Hub.
+        max_length: Maximum length of a text in tokens. Default: the source's.
+        attention: Attention implementation, by its name in transformers. Default: transformers' choice.
+        dropout: Dropout probability of hidden states and of attention in training. Default: the source's.
+    """
+
+    source: str
+    kind: Literal["mote", "token_routed", "dense"] = "mote"
+    revision: str | None = None
+    trust_remote_code: bool = False
+    max_length: int | None = Field(default=None, ge=4)
+    attention: str | None = None
+    dropout: float | None = Field(default=None, ge=0, lt=1)
+
+    def conflicts(self) -> Iterator[str]:
+        """Name settings that a dense model does not have."""
+        yield from super().conflicts()
+        given = [name for name in ("shared_modules", *POOLING_SIZES, *TOKEN_ROUTING) if getattr(self, name) is not None]
+        given += ["layers"] if self.layers not in (None, "every") else []
+        given += ["pooling"] if self.pooling in POOLING_BY_ATTENTION else []
+        if self.kind == "dense" and given:
+            yield f"{', '.join(given)}: for models with experts, but model.kind is dense"
+
+
+class RetrievalSettings(Settings):
+    """The model's vectors, and what keeps sparse ones sparse.
+
+    Attributes:
+        kind: `dense`; `sparse`, with a weight for each token of the vocabulary; or `hybrid`, both from one pass.
+        sparse_from: Source of sparse weights: the logits of the `head` (SPLADE), or hidden states times token
+            `embeddings` (CoT-MoTE, Equation 4). Default: the source's, else `head`, or `embeddings` for hybrid vectors.
+        weight: Weight of the sparse score in a hybrid score. Default: the source's, or 1.
+        max_active_dims: Number of largest weights that the trained model keeps. Default: all.
+        query_regularizer_weight: Weight of the FLOPS loss on anchors.
+        document_regularizer_weight: Weight of the FLOPS loss on all other texts.
+        warmup_ratio: Fraction of the steps in which the weights of the FLOPS losses rise quadratically from 0.
+    """
+
+    kind: Literal["dense", "sparse", "hybrid"] = "dense"
+    sparse_from: Literal["head", "embeddings"] | None = None
+    weight: float | None = Field(default=None, ge=0)
+    max_active_dims: int | None = Field(default=None, ge=1)
+    query_regularizer_weight: float = Field(default=5e-5, ge=0)
+    document_regularizer_weight: float = Field(default=3e-5, ge=0)
+    warmup_ratio: float = Field(default=0.33, gt=0, le=1)
+
+
+class TeacherSettings(Settings):
+    """A teacher, whose embeddings are the targets of a distillation loss.
+
+    Attributes:
+        source: Any Sentence-Transformers model: a folder, or an id on the Hub.
+        revision: Branch, tag or commit of a teacher on the Hub.
+        prompts: Column (`anchor`, `positive`) → the teacher's prompt for it.
+        batch_size: Batch size of the teacher.
+        trust_remote_code: Whether to run code that comes with the teacher.
+    """
+
+    source: str
+    revision: str | None = None
+    prompts: dict[Literal["anchor", "positive"], str] = {}
+    batch_size: int = Field(default=32, ge=1)
+    trust_remote_code: bool = False
+
+
+class DatasetSettings(DatasetSource):
+    """A dataset of a task, or all that match a pattern, and how it is trained on.
+
+    Attributes:
+        anchor: Task of the anchors. Default: `tasks.TASK.anchor`.
+        positive: Task of the positives and negatives. Default: `tasks.TASK.positive`.
+        instruction: Instruction of the anchors, and of all other texts with their task, replacing the task's. This and
+            the next setting need homogeneous or blended batches.
+        definition: The same as a definition, which `model.template` turns into an instruction.
+        weight: How often each row is seen per epoch: 2 is twice, 0.5 a seeded half of the rows.
+        limit: Maximum number of rows, a seeded sample.
+        max_length: Maximum length of texts in tokens: one number, or one per column.
+        negatives: Maximum number of hard negatives per row.
+        label_texts: Label → text, for `pairs: label_text`. Default: the labels themselves.
+        min_score: Score from which a scored pair becomes a positive pair in both directions, for InfoNCE.
+        temperature: Temperature, replacing the task's. Needs homogeneous or blended batches.
+        loss: Loss, replacing the task's. This and the following settings need homogeneous batches.
+        loss_arguments: Arguments of the loss, replacing the task's.
+        teacher: Teacher, in place of the task's.
+    """
+
+    anchor: str | None = None
+    positive: str | None = None
+    instruction: str | None = None
+    definition: str | None = None
+    weight: float = Field(default=1.0, gt=0, le=1000)
+    limit: int | None = Field(default=None, ge=1)
+    max_length: PositiveInt | dict[Literal["anchor", "positive", "negative"], PositiveInt] | None = None
+    negatives: int | None = Field(default=None, ge=0)
+    label_texts: dict[str, Annotated[str, Field(pattern=r"\S")]] = {}
+    min_score: float | None = None
+    temperature: float | None = Field(default=None, gt=0)
+    loss: str | None = None
+    loss_arguments: dict[str, Any] | None = None
+    teacher: TeacherSettings | None = None
+
+    def conflicts(self) -> Iterator[str]:
+        """Name two ways to give one instruction."""
+        if self.instruction is not None and self.definition is not None:
+            yield f"{self.path} has an instruction and a definition: give one of the two"
+
+    @property
+    def own_objective(self) -> dict[str, Any]:
+        """Settings in place of the task's; with a loss of its own, arguments and teacher are its own, too."""
+        names = ("temperature", "loss", "loss_arguments", "teacher")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return {"loss_arguments": {}, "teacher": None, **given} if "loss" in given else given
+
+
+class TaskSettings(Settings):
+    """One task of the training: its data, and its settings for task-aware contrastive learning (paper, section 3).
+
+    Attributes:
+        datasets: Datasets of the task.
+        anchor: Task (instruction and expert) of the first column.
+        positive: Task of the other columns. Default: the same as `anchor`.
+        batches: `homogeneous` (each batch from one dataset), `heterogeneous` (across the task's datasets) or `blended`
+            (across all tasks with this setting).
+        pairs: What a labelled text is paired with: another text with the `same_label`, or the `label_text`, with the
+            texts of other labels as negatives.
+        temperature: Temperature of InfoNCE.
+        weight: Weight of all datasets of the task, multiplied by their own.
+        in_batch_negatives: Whether the other rows of a batch are negatives. If not, only hard negatives are.
+        symmetric: Whether positives must also find their anchors.
+        loss: `InfoNCE`, or the name of a Sentence-Transformers loss.
+        loss_arguments: Arguments of a Sentence-Transformers loss.
+        teacher: Teacher of a distillation loss.
+    """
+
+    datasets: list[DatasetSettings] = Field(min_length=1)
+    anchor: str
+    positive: str = ""
+    batches: Literal["homogeneous", "heterogeneous", "blended"]
+    pairs: Literal["same_label", "label_text"] = "same_label"
+    temperature: float = Field(default=0.03, gt=0)
+    weight: float = Field(default=1.0, gt=0, le=1000)
+    in_batch_negatives: bool = True
+    symmetric: bool = False
+    loss: str = "InfoNCE"
+    loss_arguments: dict[str, Any] = {}
+    teacher: TeacherSettings | None = None
+
+    @model_validator(mode="after")
+    def _same_positive(self) -> Self:
+        self.positive = self.positive or self.anchor
+        return self
+
+    def conflicts(self) -> Iterator[str]:
+        """Name what does not go with the loss of a dataset, or with the batches or pairs of the task."""
+        for dataset in self.datasets:
+            path, loss = dataset.path, self.of(dataset).loss
+            for_info_nce = {
+                "blended batches": self.batches == "blended",
+                "pairs=label_text": self.pairs == "label_text",
+                "min_score": dataset.min_score is not None,
+            }
+            given = [name for name, is_given in for_info_nce.items() if is_given]
+            if given and loss != "InfoNCE":
+                yield f"{path}: for {', '.join(given)} the loss must be InfoNCE, got {loss}"
+            if dataset.label_texts and self.pairs != "label_text":
+                yield f"{path}: label_texts need pairs=label_text, got pairs={self.pairs}"
+            instructed = dataset.instruction is not None or dataset.definition is not None
+            if self.batches == "heterogeneous" and (dataset.own_objective or instructed):
+                yield (
+                    f"{path}: a batch across datasets has the loss and the instruction of its task; make the task's "
+                    "batches homogeneous, or move the dataset into a task of its own"
+                )
+
+    def of(self, dataset: DatasetSettings) -> "TaskSettings":
+        """Return the task's settings for one of its datasets."""
+        return self.model_copy(update=dataset.own_objective)
+
+
+class DataSettings(Settings):
+    """Settings of all datasets.
+
+    Attributes:
+        folder: Folder that relative paths of datasets refer to. `examples/data` comes with the package.
+        limit: Maximum number of rows of each dataset, a seeded sample; overridden by a dataset's own limit.
+        max_invalid_fraction: Fraction of invalid rows (empty, wrong type, missing column) above which a dataset is
+            refused.
+    """
+
+    folder: str = "."
+    limit: int | None = Field(default=None, ge=1)
+    max_invalid_fraction: float = Field(default=0.01, ge=0, le=1)
+
+    @property
+    def place(self) -> Path:
+        """The folder; `examples/data` also works without a clone of the repository."""
+        if self.folder == EXAMPLE_DATA and not Path(EXAMPLE_DATA).exists():
+            return Path(str(files("mote.example_data")))
+        return Path(self.folder)
+
+
+class ValidationSettings(Settings):
+    """Held-out texts, which are never trained on.
+
+    Attributes:
+        share: Fraction of the texts of each dataset, chosen by a hash of the text: the same for all recipes.
+        limit: Maximum number of texts per dataset; in pre-training, per task.
+    """
+
+    share: float = Field(default=0.02, ge=0, lt=1)
+    limit: int = Field(default=400, ge=2)
 
 
 class RunSettings(Settings):
@@ -64,50 +286,32 @@ class Recipe(RunSettings):
 
     PLACE: ClassVar[Any] = SHIPPED
 
-    @model_validator(mode="after")
-    def _one_way_to_instruct(self) -> "Recipe":
-        for dataset in (dataset for task in self.tasks.values() for dataset in task.datasets):
-            if dataset.instruction is not None and dataset.definition is not None:
-                raise ValueError(f"{dataset.path} has an instruction and a definition: give one of the two")
-            if self.instruction_of(dataset) and not self.model.instructions:
-                raise ValueError(f"{dataset.path} has an instruction, but model.instructions is false")
-        return self
-
     def instruction_of(self, dataset: DatasetSettings) -> str | None:
         """Return a dataset's own instruction; None: that of the task."""
         if dataset.definition is None:
             return dataset.instruction
         return instruction_with(dataset.definition, self.model.template)
 
-    @model_validator(mode="after")
-    def _fits_retrieval(self) -> "Recipe":
+    def conflicts(self) -> Iterator[str]:
+        """Name settings of different parts of the recipe that do not go together."""
+        kind, vectors, training, peft = self.model.kind, self.retrieval.kind, self.training, self.training.peft
+        for dataset in (dataset for task in self.tasks.values() for dataset in task.datasets):
+            if self.instruction_of(dataset) and not self.model.instructions:
+                yield f"{dataset.path} has an instruction, but model.instructions is false"
         for_dense = {
-            "model.kind=dense": self.model.kind == "dense",
-            "training.matryoshka": self.training.matryoshka,
+            "model.kind=dense": kind == "dense",
+            "training.matryoshka": training.matryoshka,
             "blended batches": any(task.batches == "blended" for task in self.tasks.values()),
         }
         given = [name for name, is_given in for_dense.items() if is_given]
-        if given and self.retrieval.kind != "dense":
-            raise ValueError(f"{', '.join(given)}: for dense vectors, got retrieval.kind={self.retrieval.kind}")
-        return self
-
-    @model_validator(mode="after")
-    def _fits_peft(self) -> "Recipe":
-        if self.training.peft is not None:
-            rounded = self.training.peft.base_dtype == "bfloat16"
-            needed = {
-                # It moves the model's own weights, which adapters leave as they are.
-                "training.start_weight=0 (for weaker adapters, lower training.peft.alpha)": self.training.start_weight,
-                "training.bf16=true, for training.peft.base_dtype=bfloat16": rounded and not self.training.bf16,
-            }
-            if missing := [setting for setting, is_missing in needed.items() if is_missing]:
-                raise ValueError(f"training.peft: set {' and '.join(missing)}")
-        return self
-
-    @model_validator(mode="after")
-    def _experts_need_a_mote(self) -> "Recipe":
-        by_expert = {"only_experts": self.training.only_experts, "start_weight": self.training.start_weight}
+        if given and vectors != "dense":
+            yield f"{', '.join(given)}: for dense vectors, got retrieval.kind={vectors}"
+        by_expert = {"only_experts": training.only_experts, "start_weight": training.start_weight}
         for name, value in by_expert.items():
-            if isinstance(value, list | dict) and self.model.kind != "mote":
-                raise ValueError(f"training.{name}: a model of the kind {self.model.kind!r} has no task experts")
-        return self
+            if isinstance(value, list | dict) and kind != "mote":
+                yield f"training.{name}: a model of the kind {kind!r} has no task experts"
+        if peft is not None and training.start_weight:
+            # It moves the model's own weights, which adapters leave as they are.
+            yield "training.start_weight is not for training.peft: for weaker adapters, lower training.peft.alpha"
+        if peft is not None and peft.base_dtype == "bfloat16" and not training.bf16:
+            yield "training.peft.base_dtype=bfloat16: set training.bf16=true, too"

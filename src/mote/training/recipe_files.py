@@ -1,7 +1,7 @@
 """Recipe files: finds them, reads them with those that they extend, applies overrides, and checks the result."""
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,9 @@ from pydantic import ValidationError
 from typing_extensions import TypeVar
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from mote.remote.configuration_mote import alternatives
+from mote.remote.configuration_mote import alternatives, require_known
 from mote.settings import error_messages
 from mote.training.recipe import SHIPPED, Recipe, RunSettings
-
-logger = logging.getLogger(__name__)
 
 AnyRecipe = TypeVar("AnyRecipe", bound=RunSettings, default=Recipe)
 
@@ -33,12 +31,9 @@ def load_recipe(
     """Read a recipe.
 
     Args:
-        recipe: File, or name of a shipped recipe.
+        recipe: Name of a shipped recipe, or a file.
         overrides: `key=value` pairs, with a dotted key and a value in YAML.
         kind: Class of its settings.
-
-    Returns:
-        The complete recipe.
 
     Raises:
         FileNotFoundError: If there is no such recipe; the message lists the shipped ones.
@@ -49,12 +44,10 @@ def load_recipe(
         key, equals, text = override.partition("=")
         if not equals or not key:
             raise ValueError(f"Override {override!r}: expected key=value, as in training.learning_rate=2e-5")
-        try:
+        with _valid_yaml(f"The override {override!r}"):
             value: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
-        except (YAMLError, OmegaConfBaseException) as error:
-            raise ValueError(f"The override {override!r} is invalid YAML: {error}") from None
-        _require_tasks_to_remove(settings, OmegaConf.from_dotlist([override]))
-        OmegaConf.update(settings, key, value["value"], merge=False)  # a mapping is replaced as a whole
+            _require_tasks_to_remove(settings, OmegaConf.from_dotlist([override]))
+            OmegaConf.update(settings, key, value["value"], merge=False)  # a mapping is replaced as a whole
     plain: Any = OmegaConf.to_container(settings)  # `${…}` stays as it is: it is text, of an instruction perhaps
     return parse_recipe(plain, str(recipe), kind)
 
@@ -64,12 +57,9 @@ def parse_recipe(
     name: str = "recipe",
     kind: type[AnyRecipe] = Recipe,  # type: ignore[assignment]  # of the default
 ) -> AnyRecipe:
-    """Validate settings, and fill in the defaults.
-
-    Raises:
-        ValueError: If a key is unknown or a value is invalid; the message lists every error.
-    """
-    if isinstance(tasks := settings.get("tasks"), dict):
+    """Validate settings without the tasks that are null, and fill in the defaults; errors as in `load_recipe`."""
+    tasks = settings.get("tasks")
+    if isinstance(tasks, dict):
         settings = {**settings, "tasks": {task: value for task, value in tasks.items() if value is not None}}
     try:
         return kind.model_validate(settings)
@@ -78,41 +68,42 @@ def parse_recipe(
         raise ValueError("\n".join([f"The recipe {name} is invalid:", *errors])) from None
 
 
-def _read(recipe: str, place: Any, folder: Path | None = Path(), extended_by: tuple[Any, ...] = ()) -> DictConfig:
+def _read(recipe: str, place: Any, folder: Path = Path(), extended_by: tuple[Path, ...] = ()) -> DictConfig:
     """Read a recipe's settings, merged into those of the recipe that it extends.
 
     Args:
-        recipe: File, or name of a shipped recipe.
+        recipe: Name of a shipped recipe, or a file in the folder.
         place: Folder of the shipped recipes.
-        folder: Where a file is looked up before the shipped recipes. None: only these are.
-        extended_by: Files that extend it; the last may extend a shipped recipe of its own name.
+        folder: That of the recipe that extends this one.
+        extended_by: Files that extend it.
     """
-    candidates = [] if folder is None else [folder / recipe, folder / f"{recipe}.yaml"]
-    found = [path.resolve() for path in candidates if path.is_file()]
-    file: Any = next((path for path in found if path not in extended_by[-1:]), place / f"{recipe}.yaml")
-    if not file.is_file():
-        raise FileNotFoundError(f"There is no recipe {recipe!r}." + alternatives(recipe, shipped_recipes(place)))
+    shipped = shipped_recipes(place)
+    candidates = [place / f"{recipe}.yaml"] if recipe in shipped else [folder / recipe, folder / f"{recipe}.yaml"]
+    file = next((path.resolve() for path in candidates if path.is_file()), None)
+    if file is None:
+        raise FileNotFoundError(f"There is no recipe {recipe!r}." + alternatives(recipe, shipped))
     if file in extended_by:
         raise ValueError(f"The recipe {recipe} extends itself")
-    if file in found and recipe in shipped_recipes(place):
-        logger.info("The recipe %s is the file %s, not the shipped one", recipe, file)
-    try:
-        settings = OmegaConf.load(file)
-    except (YAMLError, OmegaConfBaseException, ValueError) as error:
-        raise ValueError(f"The recipe {recipe} is invalid YAML: {error}") from None
-    if not isinstance(settings, DictConfig):
-        raise ValueError(f"The recipe {recipe} must be a mapping of keys to values, got a list")  # noqa: TRY004
+    with _valid_yaml(f"The recipe {recipe}"):
+        settings = DictConfig(OmegaConf.load(file))
     if "extends" not in settings:
         return settings
-    extended = _read(str(settings.pop("extends")), place, file.parent if file in found else None, (*extended_by, file))
+    extended = _read(str(settings.pop("extends")), place, file.parent, (*extended_by, file))
     _require_tasks_to_remove(extended, settings)
     return OmegaConf.merge(extended, settings)  # type: ignore[return-value]  # of two mappings
 
 
+@contextmanager
+def _valid_yaml(what: str) -> Iterator[None]:
+    """Name what is read in the message of an error in it."""
+    try:
+        yield
+    except (YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise ValueError(f"{what} is invalid: {error}") from None
+
+
 def _require_tasks_to_remove(settings: DictConfig, changes: DictConfig) -> None:
     """Raise `ValueError` if `null` is to remove a task that the settings do not name: probably it is misspelt."""
-    named: Any = settings.get("tasks") or {}
     for name, task in (changes.get("tasks") or {}).items():
-        if task is None and name not in named:
-            left = [task for task, task_settings in named.items() if task_settings is not None]
-            raise ValueError(f"tasks.{name}=null: the recipe has no task {name!r}." + alternatives(name, left))
+        if task is None:
+            require_known(name, settings.get("tasks") or {}, "task to remove:")

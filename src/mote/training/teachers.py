@@ -14,8 +14,7 @@ from mote.checkpoints.hashing import folder_hash
 from mote.files import replaced
 from mote.hub import commit_of
 from mote.inference.loading import load_encoder
-from mote.training.recipe import Recipe
-from mote.training.task_settings import TeacherSettings
+from mote.training.recipe import Recipe, TeacherSettings
 
 CHUNK = 4096  # rows
 

@@ -27,8 +27,7 @@ from mote.training.batches import EvenBatchSampler, TaskBatchSampler
 from mote.training.blending import BlendedCollator
 from mote.training.data import TrainingData, TrainingSet, load_data
 from mote.training.losses import INFO_NCE, LoadBalancedLoss, build_loss, check_loss
-from mote.training.model import build_model
-from mote.training.names import SHARED, encodings, names_of
+from mote.training.model import SHARED, build_model, encodings, names_of
 from mote.training.processes import build_arguments, processes, replicated, with_fsdp
 from mote.training.progress import LOSS_FILE, RunCallback, SparsitySchedule, TrackedLoss
 from mote.training.recipe import Recipe

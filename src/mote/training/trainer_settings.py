@@ -81,19 +81,18 @@ class TrainerSettings(Settings):
         if not isinstance(settings, dict):
             return settings
         checked = dict(settings)
-        for key, value in settings.items():
-            if key in cls.model_fields:
-                continue
+        for key in settings.keys() - cls.model_fields.keys():
             if key in cls.RESERVED:
                 raise ValueError(f"{key!r} cannot be set here: {cls.RESERVED[key]}")
-            if value is False and key.endswith("_strategy"):
-                value = "no"  # which YAML reads as false
             known = _argument_types(cls.ARGUMENTS)
             if key not in known:
                 nearest = difflib.get_close_matches(str(key), [*cls.model_fields, *known], n=1)
                 hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-                kind = cls.ARGUMENTS.rpartition(".")[2]
-                raise ValueError(f"unknown key {key!r}.{hint} Known: {', '.join(cls.ours())}, arguments of {kind}")
+                raise ValueError(
+                    f"unknown key {key!r}.{hint} Known: {', '.join(cls.ours())}, fields of {cls.ARGUMENTS}"
+                )
+            # YAML reads `no` as false.
+            value = "no" if settings[key] is False and key.endswith("_strategy") else settings[key]
             try:
                 checked[key] = TypeAdapter(known[key], config=_ANY_TYPE).validate_python(value)
             except ValidationError as error:
@@ -111,11 +110,7 @@ class TrainerSettings(Settings):
         return "bf16" if self.bf16 else "fp16" if self.fp16 else "no"
 
     def trainer_arguments(self) -> dict[str, Any]:
-        """Return the settings that are passed to the trainer.
-
-        They exclude `gradient_checkpointing`, which the trainer has under changing names: a run enables it on the
-        model.
-        """
+        """Return the settings that are passed to the trainer, whose `gradient_checkpointing` a run enables itself."""
         return {key: value for key, value in self if key not in (*self.ours(), "gradient_checkpointing")}
 
 
@@ -190,4 +185,4 @@ def _argument_types(name: str) -> dict[str, Any]:
     """Return the arguments of a trainer → their types; importing them takes seconds."""
     arguments = resolve_name(name)
     hints = typing.get_type_hints(arguments)
-    return {name: hints[name] for name in arguments.__dataclass_fields__}
+    return {field: hints[field] for field in arguments.__dataclass_fields__}

@@ -1,5 +1,6 @@
 """What a new MoTE looks like, and how `upcycle` makes it."""
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -77,6 +78,12 @@ class MoTESettings(Settings):
     @classmethod
     def _truthy(cls, instructions: bool | dict[str, str]) -> bool | dict[str, str]:
         return True if instructions == {} else instructions
+
+    def conflicts(self) -> Iterator[str]:
+        """Name tasks with an instruction, perhaps none, and a definition."""
+        for task in self.definitions:
+            if task in self.instruction_texts or not self.instructions:
+                yield f"The task {task!r} has an instruction and a definition: give one of the two"
 
     @property
     def instruction_texts(self) -> dict[str, str]:

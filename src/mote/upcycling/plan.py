@@ -13,8 +13,14 @@ from mote.checkpoints.st_settings import Retrieval, require_poolable
 from mote.checkpoints.tensors import parameter_counts, token_routing
 from mote.remote.configuration_mote import MoTEConfig
 from mote.reporting import megabytes, millions
-from mote.upcycling.configs import as_published, config_of, refuse_unused, retrieval_of
-from mote.upcycling.instructions import instructions_from, instructions_of
+from mote.upcycling.configs import (
+    as_published,
+    config_of,
+    instructions_from,
+    instructions_of,
+    refuse_unused,
+    retrieval_of,
+)
 from mote.upcycling.options import UpcyclingOptions
 
 
