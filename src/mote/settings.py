@@ -5,6 +5,7 @@ A field has its name, type and default; the class's docstring describes it under
 
 import inspect
 import re
+from collections import ChainMap
 from collections.abc import Iterable
 from typing import Any
 
@@ -39,26 +40,18 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_conflicts(self) -> Self:
-        refuse(self.conflicts())
+        if found := [*self.conflicts()]:
+            raise ValueError("; ".join(found))
         return self
 
     def updated(self, **changes: Any) -> Self:
         """Return a copy with changes, which are validated; fields that were not set stay unset."""
-        given = {name: getattr(self, name) for name in self.model_fields_set}
-        return type(self)(**{**given, **changes})
-
-
-def refuse(problems: Iterable[str]) -> None:
-    """Raise `ValueError` if there are any problems; its message lists all of them."""
-    if found := [*problems]:
-        raise ValueError("; ".join(found))
+        return type(self)(**{**self.model_dump(exclude_unset=True), **changes})
 
 
 def descriptions(settings: type[Settings]) -> dict[str, str]:
     """Return the description of each field, from its class or the class that it is inherited from."""
-    found: dict[str, str] = {}
-    for each in reversed(settings.__mro__):
-        found |= documented(each, "Attributes")
+    found = ChainMap(*(documented(each, "Attributes") for each in settings.__mro__))
     return {name: found[name] for name in settings.model_fields}
 
 

@@ -31,7 +31,6 @@ from mote.checkpoints.tensors import experts_are_copies, token_routing
 from mote.checkpoints.tokens import apply_end_token, with_padding_token
 from mote.inference.loading import require_all_weights
 from mote.remote.configuration_mote import MoTEConfig, require_known
-from mote.settings import refuse
 from mote.training.adapters import adapt, network_of, share_weights
 from mote.training.processes import processes
 from mote.training.recipe import DatasetSettings, ModelSettings, Recipe, RetrievalSettings, RunSettings, TaskSettings
@@ -73,7 +72,8 @@ def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
     given: list[TaskSettings | DatasetSettings] = [*recipe.tasks.values()]
     given += [dataset for task in recipe.tasks.values() for dataset in task.datasets]
     check_fit(recipe, source, names, [name for one in given for name in (one.anchor, one.positive) if name])
-    refuse(_conflicts(recipe, source, names))
+    if conflicts := [*_conflicts(recipe, source, names)]:
+        raise ValueError("; ".join(conflicts))
     return names
 
 
