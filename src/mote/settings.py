@@ -15,8 +15,7 @@ from typing_extensions import Self
 
 def alternatives(name: str, known: Iterable[str]) -> str:
     """Return the end of an error message about an unknown `name`: the nearest known name, then all known names."""
-    # Imports transformers, for which `mote --help` should not wait.
-    from mote.remote import configuration_mote
+    from mote.remote import configuration_mote  # and with it transformers, for which `mote --help` should not wait
 
     return configuration_mote.alternatives(name, known)
 
