@@ -49,22 +49,12 @@ class Comparison:
         if self.datasets < 2:
             return text + "a test needs 2 datasets or more"
         tests = {"Welch": self.welch, "paired t": self.paired_t, "Wilcoxon": self.wilcoxon}
-        return (
-            text
-            + "one-sided p: "
-            + ", ".join(f"{name} {'none (no spread)' if p is None else decimals(p)}" for name, p in tests.items())
-        )
+        values = [f"{name} {'none (no spread)' if p is None else decimals(p)}" for name, p in tests.items()]
+        return f"{text}one-sided p: {', '.join(values)}"
 
 
 def compare_scores(model: str, reference: str, scores: Sequence[float], others: Sequence[float]) -> Comparison:
-    """Test whether a model is better than another.
-
-    Args:
-        model: Name of the model.
-        reference: Name of the other.
-        scores: The model's, one for each dataset.
-        others: The reference's, of the same datasets in the same order.
-    """
+    """Test whether a model is better than another, by the scores of both on the same datasets, in the same order."""
     # Rounded, so that gains which differ only in their last bits are ties.
     gains = [round(ours - theirs, 9) for ours, theirs in zip(scores, others, strict=True)]
     welch = paired_t = wilcoxon = None
@@ -77,17 +67,9 @@ def compare_scores(model: str, reference: str, scores: Sequence[float], others: 
                 paired_t = float(stats.ttest_rel(scores, others, alternative="greater").pvalue)
             if any(gains):
                 wilcoxon = float(stats.wilcoxon(gains, alternative="greater").pvalue)
-    return Comparison(
-        model=model,
-        reference=reference,
-        datasets=len(gains),
-        gain=sum(gains) / len(gains) if gains else 0.0,
-        higher=sum(gain > 0 for gain in gains),
-        lower=sum(gain < 0 for gain in gains),
-        welch=welch,
-        paired_t=paired_t,
-        wilcoxon=wilcoxon,
-    )
+    mean = sum(gains) / len(gains) if gains else 0.0
+    higher, lower = sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)
+    return Comparison(model, reference, len(gains), mean, higher, lower, welch, paired_t, wilcoxon)
 
 
 @dataclass(frozen=True)
@@ -98,7 +80,7 @@ class WelchTest:
         mean_first: Mean of the first sample.
         mean_second: Mean of the second sample.
         t: Test statistic, negative if the first mean is lower. None if neither sample varies by more than rounding.
-        degrees_of_freedom: Welch-Satterthwaite degrees of freedom.
+        degrees_of_freedom: Those of Welch and Satterthwaite.
         p: Probability of at least this difference if the first mean were not lower.
     """
 

@@ -14,9 +14,11 @@ from mteb.results import TaskResult
 from mote import evaluate
 from mote.evaluation import evaluate as module
 from mote.evaluation.cache import Cache
-from mote.evaluation.models import find_models
+from mote.evaluation.models import EvaluatedModel
 from mote.evaluation.options import EvaluateOptions
 from mote.evaluation.tasks import load_tasks
+
+MODEL = EvaluatedModel("small", str(SMALL_ENCODER), None, EvaluateOptions())
 
 
 def results(folder: Path) -> list[Path]:
@@ -28,12 +30,12 @@ def test_a_damaged_result_is_computed_again(data: Path, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"data": data, "tasks": ["part0"], "out": tmp_path}
     first = evaluate([str(SMALL_ENCODER)], **arguments)
     (path,) = results(tmp_path)
-    (task,), (model,) = load_tasks(data, ["part0"]), find_models([str(SMALL_ENCODER)], EvaluateOptions())
+    (task,), meta = load_tasks(data, ["part0"]), MODEL.meta()
     cache = Cache(tmp_path, [task])
-    assert cache.find(task, model.meta()) is not None
+    assert cache.find(task, meta) is not None
     for damaged in (path.read_text()[:100], "", "[]", "null", "{}", '{"task_name": "part0"}'):
         path.write_text(damaged)
-        assert cache.find(task, model.meta()) is None
+        assert cache.find(task, meta) is None
     assert evaluate([str(SMALL_ENCODER)], **arguments).scores == first.scores
 
 
@@ -59,8 +61,8 @@ def test_without_an_output_folder_results_go_to_the_users_assets(
 
 
 def test_an_aggregate_counts_only_with_all_of_its_subtasks(tmp_path: Path) -> None:
-    task, (model,) = mteb.get_task("CQADupstackRetrieval"), find_models([str(SMALL_ENCODER)], EvaluateOptions())
-    cache, meta = Cache(tmp_path, [task]), model.meta()
+    task, meta = mteb.get_task("CQADupstackRetrieval"), MODEL.meta()
+    cache = Cache(tmp_path, [task])
     for part in (*task.metadata.tasks, task):
         splits: Any = {"test": {"default": {"main_score": 0.5, "ndcg_at_10": 0.5}}}
         cache.save_to_cache(TaskResult.from_task_results(part, splits, evaluation_time=1), meta)
@@ -69,5 +71,3 @@ def test_an_aggregate_counts_only_with_all_of_its_subtasks(tmp_path: Path) -> No
     path.write_text(path.read_text().replace(task.metadata.tasks[3].metadata.revision, "another revision"))
     assert cache.find(task, meta) is None
     assert cache.find(task.metadata.tasks[2], meta) is not None
-    cache.forget(task, meta)
-    assert not results(tmp_path)

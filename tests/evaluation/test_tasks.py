@@ -2,7 +2,7 @@
 
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import log2
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,6 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import average_precision_score, v_measure_score
 
 mteb = pytest.importorskip("mteb")
-
-from mteb.abstasks import AbsTaskClassification  # noqa: E402
 
 from mote.evaluation.tasks import load_tasks  # noqa: E402
 
@@ -183,25 +181,6 @@ def test_each_type_scores_what_is_worked_out_without_mteb(path: str, encoder: Se
     (task,) = load_tasks(EXAMPLES, [path])
     assert (task.metadata.name, task.metadata.type, task.metadata.main_score) == TYPES[path]
     assert score(encoder, task) == pytest.approx(WITHOUT_MTEB[path](Embedded(encoder)), abs=1e-5)
-
-
-class Labels(list[int]):
-    """Labels that count how often they are read."""
-
-    reads = 0
-
-    def __iter__(self) -> Iterator[int]:
-        self.reads += 1
-        return super().__iter__()
-
-
-def test_all_metrics_of_a_classification_together_read_its_labels_once() -> None:
-    (task,) = load_tasks(EXAMPLES, ["classification/banking77"])
-    right, predictions = [0, 1, 2, 2], np.array([0, 1, 1, 2])
-    labels = Labels(right)
-    expected = AbsTaskClassification._calculate_scores(task, right, predictions)
-    assert task._calculate_scores(labels, predictions) == expected
-    assert labels.reads == 1
 
 
 def test_the_examples_have_one_task_of_each_type_in_the_order_of_types() -> None:

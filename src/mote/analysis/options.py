@@ -19,7 +19,7 @@ class AnalyzeOptions(Settings):
             these, the same texts take both roles.
         tasks: Tasks to compare. Default: the first model's experts, or else its prompts, if all models know them. If a
             model distinguishes no tasks (a dense model without prompts), only pairs are compared.
-        start: Model that the models were trained from. Default: the one recorded in their folders.
+        start: Model that the models were trained from, to measure how their weights changed.
         retrieval: Kind of vectors; a hybrid model gives all of them. Default: the models' own.
         limit: Number of texts, if none are given, and of pairs.
         batch_size: Batch size for embedding.

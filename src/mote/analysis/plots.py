@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
-from mote.analysis.similarity import Samples
+from mote.analysis.measures import Samples
 from mote.reporting import COLORS
 
 _DPI = 120

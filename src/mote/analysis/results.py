@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from mote.analysis import plots
-from mote.analysis.similarity import Array, Samples
+from mote.analysis.measures import Array, Samples
 from mote.analysis.weight_change import WeightChange
 from mote.data.texts import TextPairs, Texts
 from mote.files import replaced
@@ -30,8 +30,7 @@ class ModelAnalysis:
         similarity: As from `similarity_of`; empty if there are no tasks to compare.
         divergence: As from `divergence_of`; empty if the model knows no roles of search.
         layout: t-SNE of queries and documents, [2 N, 2], queries first.
-        weight_change: Weight change from the start; None if it cannot be measured.
-        notes: Caveats about the results.
+        weight_change: Weight change from the start; None without one.
     """
 
     label: str
@@ -41,7 +40,6 @@ class ModelAnalysis:
     divergence: Samples = field(default_factory=dict)
     layout: Array | None = None
     weight_change: WeightChange | None = None
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, repr=False)
@@ -102,8 +100,7 @@ class Analysis(Report):
             blocks.append(table(["", "difference", "t", "degrees of freedom", "p"], rows))
         for model in self.models:
             blocks += _weight_tables(model.label, model.weight_change) if model.weight_change else []
-        notes = [f"- {model.label}: {note}" for model in self.models for note in model.notes]
-        return "\n\n".join([*blocks, *(["## Notes", "\n".join(notes)] if notes else [])])
+        return "\n\n".join(blocks)
 
     def to_json(self) -> str:
         """Serialize all numbers, the texts and the pairs."""
@@ -180,4 +177,5 @@ def _percent(value: float | None) -> str:
 def _tasks_of(model: ModelAnalysis) -> str:
     """List the prompt and the expert of each task."""
     experts = {task: f", expert {expert}" for task, expert in model.experts.items()}
-    return ", ".join(f"{task} ({text.strip()!r}{experts.get(task, '')})" for task, text in model.instructions.items())
+    told = [f"{task} ({text.strip()!r}{experts.get(task, '')})" for task, text in model.instructions.items()]
+    return ", ".join(told) + ("" if model.divergence else "; none for search, so no divergence")

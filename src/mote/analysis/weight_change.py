@@ -6,16 +6,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations, combinations_with_replacement
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import yaml  # type: ignore[import-untyped]
 
-from mote.analysis.similarity import Array
+from mote.analysis.measures import Array
 from mote.checkpoints.models import load_dense, load_mote
-from mote.checkpoints.provenance import read_steps
 from mote.checkpoints.reading import Checkpoint, open_checkpoint
 from mote.checkpoints.tensors import weight_name
 from mote.remote.architectures_mote import architecture_of
@@ -23,7 +20,6 @@ from mote.remote.configuration_mote import MoTEConfig
 from mote.remote.modeling_mote import MoTEModel
 
 DENSE = "feed-forward"  # stands for the experts in a dense model
-TRAINING_STEPS = ("upcycle", "train", "pretrain")  # which make a model out of another
 
 Weights = dict[tuple[str, int | None], list[torch.Tensor]]  # (expert, or "" if shared; layer) → weights
 
@@ -52,48 +48,23 @@ class WeightChange:
     cosines: dict[str, float | None]
 
 
-def weight_change_of(model: str, start: str, revision: str | None = None) -> WeightChange:
+def weight_change_of(model: str, start: str) -> WeightChange:
     """Measure how much the weights of a model changed in training.
 
     Args:
         model: A MoTE or a dense model: a folder or Hub id.
         start: The model before training; a dense model stands for the MoTE upcycled from it.
-        revision: Branch, tag or commit of a start on the Hub.
 
     Raises:
         FileNotFoundError: If one of the two does not exist.
         ValueError: If the two differ in architecture or shapes, or experts are compressed.
     """
-    checkpoint, source = open_checkpoint(model), open_checkpoint(start, revision)
+    checkpoint, source = open_checkpoint(model), open_checkpoint(start)
     trained = _load(checkpoint)
     initial = _load(source, trained)
     _refuse_mismatch(trained, initial, checkpoint.public_name, source.public_name)
     pooling = source.format == "mote"  # a dense start has none: that of `initial` is random
     return _compare(_weights(trained, pooling), _weights(initial, pooling), source.public_name, trained.config)
-
-
-def find_start(model: str) -> tuple[str, str | None]:
-    """Find what a model was trained from in its folder's `recipe.yaml` or `mote.json`.
-
-    Returns:
-        A folder, or a Hub id; and the commit on the Hub, if it is recorded.
-    """
-    folder = open_checkpoint(model).folder
-    steps = [step for step in read_steps(folder) if step["step"] in TRAINING_STEPS and step["sources"]]
-    source = steps[-1]["sources"][0] if steps else {}
-    recorded, recipe = source.get("name"), folder / "recipe.yaml"
-    if recipe.is_file():
-        recorded = str(yaml.safe_load(recipe.read_text(encoding="utf-8"))["model"]["source"])
-    if recorded is None:
-        raise ValueError("its folder does not record what it was trained from")
-    if not Path(recorded).is_dir():
-        if Path(recorded).is_absolute() or recorded.count("/") != 1:
-            raise ValueError(f"it was trained from {Path(recorded).name}, which does not exist here")
-        return recorded, source.get("revision") if source.get("name") == recorded else None
-    weights = source.get("weights")
-    if weights is not None and weights != open_checkpoint(recorded).sha256_of_weights():
-        raise ValueError(f"it was trained from {Path(recorded).name}, and the folder of this name has other weights")
-    return recorded, None
 
 
 def _load(source: Checkpoint, like: MoTEModel | None = None) -> MoTEModel:
@@ -129,12 +100,7 @@ def _refuse_mismatch(trained: MoTEModel, initial: MoTEModel, model: str, start: 
 
 
 def _weights(model: MoTEModel, pooling: bool = True) -> Weights:
-    """Group the weights by expert and layer; for weights outside of the layers, the layer is None.
-
-    Args:
-        model: The model.
-        pooling: Whether those of a pooling by attention are included.
-    """
+    """Group the weights by expert and layer (None outside of the layers), with or without a pooling by attention."""
     weights: Weights = {}
     for key, weight in model.state_dict().items():
         if key.startswith("pooling.") and not pooling:

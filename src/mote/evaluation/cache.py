@@ -26,12 +26,7 @@ class Cache(mteb.ResultCache):
             return None
         try:
             result = super().load_task_result(task_name, *args, **kwargs)
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-        ):  # half a file of a killed run, or not what mteb writes
+        except Exception:  # half a file of a killed run, or not what mteb writes
             return None
         # mteb compares revisions only if a result is incomplete.
         return result if result is not None and result.dataset_revision == task.metadata.revision else None
@@ -40,11 +35,6 @@ class Cache(mteb.ResultCache):
         """Load the result of a task, if there is a complete one."""
         result = self.load_task_result(task.metadata.name, meta)
         return result if result is not None and not result.get_missing_evaluations(task) else None
-
-    def forget(self, task: Any, meta: Any) -> None:
-        """Delete the results of a task and of its subtasks."""
-        for part in with_subtasks([task]):
-            self.get_task_result_path(part.metadata.name, meta).unlink(missing_ok=True)
 
     def save_to_cache(self, task_result: Any, *args: Any, **kwargs: Any) -> None:
         """Write a result as mteb does; `CacheError` if that is impossible."""

@@ -16,17 +16,18 @@ import mteb
 import numpy as np
 from huggingface_hub import cached_assets_path
 from mteb.abstasks import AbsTask, AbsTaskRetrieval
+from mteb.models import ModelMeta
 from mteb.results import TaskResult
 
 from mote.checkpoints.definitions import instruction_with
 from mote.evaluation.cache import Cache, CacheError, with_subtasks
-from mote.evaluation.models import EvaluatedModel, find_models
+from mote.evaluation.models import EvaluatedModel
 from mote.evaluation.options import EvaluateOptions
 from mote.evaluation.scores import Evaluation
-from mote.evaluation.tasks import choose_tasks
+from mote.evaluation.tasks import choose_tasks, matching
+from mote.hub import commit_of
 from mote.inference.loading import check_device, first_line
-from mote.remote.configuration_mote import alternatives
-from mote.reporting import HOW_TO_RESUME
+from mote.reporting import label_models
 
 logger = logging.getLogger(__name__)
 
@@ -62,23 +63,21 @@ def evaluate(
     with _quiet():
         tasks = choose_tasks(options.benchmark, options.data, options.tasks, options.limit)
         instructions = _instructions(options, [task.metadata.name for task in tasks])
-        found = find_models(models, options)  # hashes all weights
+        found = [EvaluatedModel(label, path, commit_of(path), options) for label, path in label_models(models).items()]
         evaluation = Evaluation(
             scores={model.label: {} for model in found},
             types={task.metadata.name: str(task.metadata.type) for task in tasks},
             metrics={task.metadata.name: str(task.metadata.main_score) for task in tasks},
             settings={
-                **options.model_dump(mode="json", exclude={"definitions", "template", "reference", "overwrite"}),
+                **options.model_dump(mode="json", exclude={"definitions", "template", "reference"}),
                 "instructions": instructions,
                 "mteb": [],
                 "models": {model.label: {"path": model.path, "revision": model.revision} for model in found},
             },
-            reference=_reference(options.reference, found),
+            reference=options.reference or (found[0].label if len(found) > 1 else None),
         )
         cache = Cache(cached_assets_path("mote", "evaluation") if out is None else Path(out), tasks)
-        scorer = _Scorer(tasks, cache, options, instructions, evaluation)
-        scorer.check(found)
-        scorer.score(found)
+        _Scorer(tasks, cache, options.batch_size, options.limit, instructions, evaluation).score(found)
     if out is not None:
         evaluation.save(out)
     return evaluation
@@ -90,27 +89,18 @@ class _Scorer:
 
     tasks: list[AbsTask]
     cache: Cache
-    options: EvaluateOptions
+    batch_size: int
+    limit: int | None
     instructions: dict[str, str]
     evaluation: Evaluation
 
-    def check(self, models: Sequence[EvaluatedModel]) -> None:
-        """Load each model that has scores to compute without its weights, so that errors show before the work starts.
-
-        With `overwrite`, the cached scores are discarded then.
-        """
-        logger.info(
-            f"Models: {len(models)}, datasets: {len(self.tasks)}; results are cached in {self.cache.cache_path}"
-        )
-        for model in models:
-            if self.options.overwrite or None in self._cached(model):
-                model.load("meta")
-        for model in models if self.options.overwrite else ():
-            for task in self.tasks:
-                self.cache.forget(task, model.meta(**self._experiment(task)))
-
     def score(self, models: Sequence[EvaluatedModel]) -> None:
         """Score each model on each task; an interrupt's message says what is cached."""
+        place = self.cache.cache_path
+        logger.info(f"Models: {len(models)}, datasets: {len(self.tasks)}; results are cached in {place}")
+        for model in models:
+            if None in self._cached(model):
+                model.load("meta")  # without its weights, so that errors show before the work starts
         try:
             for number, model in enumerate(models, start=1):
                 logger.info(f"Model {number} of {len(models)}: {model.label}")
@@ -119,7 +109,7 @@ class _Scorer:
         except KeyboardInterrupt:
             done, total = sum(map(len, self.evaluation.scores.values())), len(models) * len(self.tasks)
             raise KeyboardInterrupt(
-                f"{done} of {total} scores are cached in {self.cache.cache_path}; {HOW_TO_RESUME}"
+                f"{done} of {total} scores are cached in {place}; the same command resumes"
             ) from None
 
     def _score(self, model: EvaluatedModel) -> None:
@@ -141,48 +131,48 @@ class _Scorer:
             except CacheError:
                 raise
             except Exception as error:  # of a dataset, of a model's code, of a device: the others continue
-                self.evaluation.failures.setdefault(model.label, {})[name] = first_line(error)
                 outcome = f"failed: {first_line(error)}"
+                self.evaluation.failures.setdefault(model.label, {})[name] = first_line(error)
             else:
+                outcome = f"{score:.2f}, {result.evaluation_time or 0.0:.1f} s{' (cached)' if cached else ''}"
                 self.evaluation.scores[model.label][name] = score
                 versions = self.evaluation.settings["mteb"]  # cached scores may be another's
                 if result.mteb_version not in versions:
                     versions.append(result.mteb_version)
-                outcome = f"{score:.2f}, {result.evaluation_time or 0.0:.1f} s{' (cached)' if cached else ''}"
             logger.info(f"  {number}/{len(self.tasks)} {name}: {outcome}")
 
-    def _experiment(self, task: AbsTask) -> dict[str, Any]:
-        """What the score of a task depends on, beside the model and the data."""
-        text = self.instructions.get(task.metadata.name)
-        digest = None if text is None else blake2b(text.encode(), digest_size=8).hexdigest()
-        return {"limit": self.options.limit, "instruction": digest}
+    def _meta(self, model: EvaluatedModel, task: AbsTask) -> ModelMeta:
+        """Describe a model, and what else its score on a task depends on, beside the data."""
+        text = self.instructions.get(task.metadata.name, "")
+        digest = blake2b(text.encode(), digest_size=8).hexdigest() if text else None
+        return model.meta(limit=self.limit, instruction=digest)
 
     def _cached(self, model: EvaluatedModel) -> list[TaskResult | None]:
-        return [self.cache.find(task, model.meta(**self._experiment(task))) for task in self.tasks]
+        return [self.cache.find(task, self._meta(model, task)) for task in self.tasks]
 
     def _compute(self, model: EvaluatedModel, encoder: Any, task: AbsTask) -> TaskResult:
-        key = model.key(**self._experiment(task))
+        meta = self._meta(model, task)
+        key = meta.model_dump(include={"name", "revision", "experiment_kwargs"})
         encoder.mteb_model_meta = encoder.mteb_model_meta.model_copy(update=key)
-        encode_kwargs: Any = {"batch_size": self.options.batch_size, "show_progress_bar": False}
+        encode_kwargs: Any = {"batch_size": self.batch_size, "show_progress_bar": False}
         _seed(task)
         try:
             # The bars of some libraries cannot be turned off.
             with Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere):
-                results = mteb.evaluate(
+                mteb.evaluate(
                     encoder,
                     task,
                     cache=self.cache,
                     encode_kwargs=encode_kwargs,
                     show_progress_bar=False,
                     co2_tracker=False,
+                    public_only=False,  # private data are an error
                 )
         finally:
             if task.data_loaded:  # mteb unloads it, unless the task failed
                 task.unload_data()
-        if results.exceptions:  # what mteb reports instead of raising: private data
-            raise OSError(results.exceptions[0].exception)
         # Scores are rounded in the cache: they are the same now and when they are read again.
-        return self.cache.find(task, model.meta(**self._experiment(task)))
+        return self.cache.find(task, meta)
 
 
 def _seed(task: AbsTask) -> None:
@@ -197,8 +187,7 @@ def _main_score(result: TaskResult, task: AbsTask) -> float:
     """The score of a task: the mean over its splits and subsets, x 100, as exact as mteb stores it."""
     score = round(100 * float(result.validate_and_filter_scores(task).get_score()), 4)
     if not np.isfinite(score):
-        equal = ": all scores of the dataset, or all that the model gives, are equal"
-        raise ValueError(f"the score is {score}" + (equal if task.metadata.type in ("STS", "Summarization") else ""))
+        raise ValueError(f"the score is {score}, as where all that the model gives are equal")
     return score
 
 
@@ -206,10 +195,11 @@ def _instructions(options: EvaluateOptions, names: Sequence[str]) -> dict[str, s
     """Turn the definitions of datasets into instructions."""
     if options.template is not None and not options.definitions:
         raise ValueError("A template is for definitions, but there are none: add `--definition DATASET=TEXT`")
-    for name in options.definitions:
-        if name not in names:
-            raise ValueError(f"A definition for the dataset {name!r}, which is not scored." + alternatives(name, names))
-    return {name: instruction_with(text, options.template) for name, text in options.definitions.items()}
+    return {
+        names[index]: instruction_with(text, options.template)
+        for pattern, text in options.definitions.items()
+        for index in matching([[name] for name in names], [pattern])
+    }
 
 
 def prompts_of(tasks: Sequence[AbsTask], instructions: Mapping[str, str]) -> dict[str, str]:
@@ -221,13 +211,6 @@ def prompts_of(tasks: Sequence[AbsTask], instructions: Mapping[str, str]) -> dic
             role = "-query" if any(isinstance(part, AbsTaskRetrieval) for part in parts) else ""
             found |= {f"{part.metadata.name}{role}": instruction for part in parts}
     return found
-
-
-def _reference(reference: str | None, models: Sequence[EvaluatedModel]) -> str | None:
-    """Find the label of the reference, which may be given by its path. Default: the first of several models."""
-    if reference is None:
-        return models[0].label if len(models) > 1 else None
-    return next((model.label for model in models if model.path == reference), reference)
 
 
 @contextmanager

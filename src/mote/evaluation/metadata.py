@@ -54,7 +54,11 @@ def model_meta(source: str | Path, revision: str | None = None) -> ModelMeta:
     names = (*MTEB_PROMPTS, *ROLE_HINTS)  # MTEB warns about all others
     prompts = {key: text for key, text in source_prompts(checkpoint).items() if key in names}
     path = str(Path(source).resolve()) if checkpoint.is_local else checkpoint.name
-    sparse = retrieval_in(checkpoint.folder).kind != "dense"
+    kind = retrieval_in(checkpoint.folder).kind
+    if kind == "dense":
+        dimension = embedding_dimension(checkpoint)
+    else:
+        dimension = checkpoint.config.vocab_size + (checkpoint.config.hidden_size if kind == "hybrid" else 0)
     return ModelMeta.create_empty(
         {
             "loader": partial(load_encoder_wrapper, path),
@@ -69,8 +73,8 @@ def model_meta(source: str | Path, revision: str | None = None) -> ModelMeta:
             "n_embedding_parameters": embeddings,
             "memory_usage_mb": round(sum(path.stat().st_size for path in checkpoint.weights) / 1024**2),
             "max_tokens": _max_tokens(model, checkpoint),
-            "embed_dim": _dimension(checkpoint),
-            **({"model_type": ["sparse"]} if sparse else {}),
+            "embed_dim": dimension,
+            **({"model_type": ["sparse"]} if kind != "dense" else {}),
             "framework": ["Sentence Transformers", "PyTorch", "Transformers", "safetensors"],
             "reference": None if checkpoint.is_local else f"https://huggingface.co/{checkpoint.name}",
             "similarity_fn_name": ScoringFunction.from_str(settings.get("similarity_fn_name") or "cosine"),
@@ -87,25 +91,10 @@ def mteb_name(source: str | Path) -> str:
 
 
 def load_encoder_wrapper(path: str, name: str, revision: str | None = None, **kwargs: Any) -> MTEBModels:
-    """Load a model for MTEB.
-
-    Args:
-        path: A folder, or an id on the Hub.
-        name: Name in MTEB.
-        revision: The commit on the Hub; of a folder, its hash.
-        **kwargs: Arguments of mteb's wrapper and of `SentenceTransformer` or `SparseEncoder`.
-    """
+    """Load a model for mteb, which also gives its name, and as revision of a folder its hash."""
     revision = None if Path(path).is_dir() else revision
     wrapper = SparseEncoderWrapper if is_sparse_encoder(path, revision) else SentenceTransformerEncoderWrapper
     return wrapper(path, revision=revision, **kwargs)
-
-
-def _dimension(checkpoint: Checkpoint) -> int:
-    """Return the dimension of an embedding, with that of the vocabulary if it is sparse or hybrid."""
-    kind = retrieval_in(checkpoint.folder).kind
-    if kind != "dense":
-        return checkpoint.config.vocab_size + (checkpoint.config.hidden_size if kind == "hybrid" else 0)
-    return embedding_dimension(checkpoint)
 
 
 def _max_tokens(model: PreTrainedModel, checkpoint: Checkpoint) -> int | None:

@@ -1,19 +1,11 @@
 """What `evaluate` scores, and how."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from mote.settings import Settings
-
-
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-Names = Annotated[list[str], BeforeValidator(_as_list)]
-Kinds = Annotated[list[Literal["dense", "sparse", "hybrid"]], BeforeValidator(_as_list)]
 
 
 class EvaluateOptions(Settings):
@@ -25,24 +17,22 @@ class EvaluateOptions(Settings):
         tasks: Datasets of the folder or the benchmark, or patterns such as `beir/*`; without either, tasks of MTEB.
             Default: all.
         limit: Approximate number of texts that each dataset of the folder is cut to.
-        retrieval: Kinds of vectors to score, `dense`, `sparse` or `hybrid`; a hybrid model gives all of them. With
-            several, each model is scored with each. Default: the models' own.
-        definitions: Dataset → definition of its task, which becomes an instruction in front of its queries, or of all
-            its texts if it has no documents. It replaces the instructions of all models.
+        retrieval: Kind of vectors to score; a hybrid model gives all of them. Default: the models' own.
+        definitions: Dataset, or pattern of datasets → definition of its task, which becomes an instruction in front of
+            its queries, or of all its texts if it has no documents. It replaces the instructions of all models.
         template: Instruction around `{definition}`. Default: `Instruct: {definition}`, and `Query: ` on a second line.
-        reference: Label or path of the baseline that gains are computed against. Default: the first of several models.
+        reference: Label of the baseline that gains are computed against. Default: the first of several models.
         batch_size: Batch size for embedding.
         device: Device: cpu, cuda, cuda:1, mps … Default: the best available.
         dtype: Dtype of the models' weights. Default: the stored one.
         trust_remote_code: Run code from the models' repositories and folders. A MoTE needs it.
-        overwrite: Discard cached scores.
     """
 
     data: str | Path | None = None
     benchmark: str | None = None
-    tasks: Names = []
+    tasks: list[str] = []
     limit: int | None = Field(default=None, ge=1)
-    retrieval: Kinds = []
+    retrieval: Literal["dense", "sparse", "hybrid"] | None = None
     definitions: dict[str, str] = {}
     template: str | None = None
     reference: str | None = None
@@ -50,4 +40,3 @@ class EvaluateOptions(Settings):
     device: str | None = None
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
     trust_remote_code: bool = False
-    overwrite: bool = False

@@ -50,9 +50,6 @@ class Evaluation(Report):
     reference: str | None = None
 
     def __post_init__(self) -> None:
-        untyped = sorted({name for of_model in self.scores.values() for name in of_model} - set(self.types))
-        if untyped:
-            raise ValueError(f"Datasets without a task type: {', '.join(untyped)}")
         if self.reference is not None:
             self._of(self.reference)
 
@@ -64,8 +61,8 @@ class Evaluation(Report):
     @property
     def datasets(self) -> list[str]:
         """All datasets, by task type."""
-        order = self.task_types
-        return sorted(self.types, key=lambda name: order.index(self.types[name]))
+        order, scored = self.task_types, (name for scores in self.scores.values() for name in scores)
+        return sorted(dict.fromkeys([*self.types, *scored]), key=lambda name: order.index(self.types[name]))
 
     @property
     def task_types(self) -> list[str]:
@@ -177,14 +174,9 @@ class Evaluation(Report):
 
     def _heading(self) -> Iterator[str]:
         yield "Main scores of MTEB x 100"
-        if versions := self.settings.get("mteb"):
-            yield f"mteb {', '.join(versions)}"
-        if dtype := self.settings.get("dtype"):
-            yield f"weights in {dtype}"
-        if retrieval := self.settings.get("retrieval"):
-            yield f"vectors: {', '.join(retrieval)}"
-        if instructions := self.settings.get("instructions"):
-            yield f"instructions given by --definition for {', '.join(instructions)}"
+        for name in ("mteb", "dtype", "retrieval", "instructions"):
+            if found := self.settings.get(name):
+                yield f"{name}: {found if isinstance(found, str) else ', '.join(found)}"
         if limit := self.settings.get("limit"):
             yield f"datasets cut by --limit {limit}, not comparable with scores on full datasets"
         if len(self.models) > 1:

@@ -69,8 +69,8 @@ def choose_tasks(
     benchmark: str | None, data: str | Path | None, names: Sequence[str] = (), limit: int | None = None
 ) -> list[AbsTask]:
     """Choose tasks; the arguments are those of `evaluate`."""
-    if data is not None and benchmark is not None:
-        raise ValueError("Both a data folder and a benchmark are given: choose --data or --benchmark")
+    if (data and benchmark) or not (data or benchmark or names):
+        raise ValueError("Choose what to evaluate on: --data FOLDER, --benchmark NAME, or only --task with MTEB names")
     if data is not None:
         return load_tasks(Path(data), names, limit)
     if limit is not None:
@@ -78,45 +78,33 @@ def choose_tasks(
             "--limit only cuts datasets of --data: scores on parts of MTEB's own datasets would not be MTEB scores. "
             "Choose some of them with --task instead"
         )
-    try:
-        if benchmark is not None:
-            tasks = list(mteb.get_benchmark(benchmark).tasks)
-            return [tasks[index] for index in _select([[task.metadata.name] for task in tasks], names)]
-        if not names:
-            raise ValueError("Nothing to evaluate on: give --data FOLDER, --benchmark NAME, or --task with MTEB names")
+    if benchmark is None:
         return [mteb.get_task(name) for name in dict.fromkeys(names)]
-    except KeyError as error:  # the error names the nearest match
-        raise ValueError(f"MTEB: {str(error.args[0]).removeprefix('KeyError: ')}") from None
+    tasks = list(mteb.get_benchmark(benchmark).tasks)
+    return [tasks[index] for index in matching([[task.metadata.name] for task in tasks], names)]
 
 
 def load_tasks(folder: str | Path, names: Sequence[str] = (), limit: int | None = None) -> list[AbsTask]:
-    """Turn the datasets of a data folder that have a test split into tasks.
+    """Turn the datasets of a data folder that have a test split into tasks, in the order of MTEB's types.
 
-    Files are read when mteb loads a task, so that a broken dataset does not affect the others.
-
-    Args:
-        folder: A data folder, as docs/evaluation.md describes it.
-        names: Which datasets: patterns such as `beir/*`, `sts/sts12`, `sts12`, or mteb's `STS12`. Default: all.
-        limit: Maximum number of test rows, or queries, per dataset: a fixed sample, in proportion to the labels if
-            there are any. Retrieval keeps all documents in the qrels of its queries, and others, up to ten per query.
-
-    Returns:
-        Tasks in the order of MTEB's types, then by the name of the dataset.
+    Names are patterns such as `beir/*`, `sts/sts12`, `sts12`, or mteb's `STS12`. A limit cuts each dataset to a fixed
+    sample of its test rows or queries. Files are read when mteb loads a task, so that a broken dataset does not affect
+    the others.
     """
     datasets = [(dataset, _official(dataset)) for dataset in test_sets.find_evaluation_datasets(Path(folder), limit)]
     known = [[dataset.path, dataset.name, _name(dataset, official)] for dataset, official in datasets]
-    return [_task(*datasets[index]) for index in _select(known, names)]
+    return [_task(*datasets[index]) for index in matching(known, names)]
 
 
-def _select(names: Sequence[Sequence[str]], patterns: Sequence[str]) -> list[int]:
+def matching(names: Sequence[Sequence[str]], patterns: Sequence[str]) -> list[int]:
     """Choose the datasets of which a name matches any of the patterns; all if there are no patterns."""
     chosen = set() if patterns else set(range(len(names)))
     for pattern in patterns:
-        matching = {index for index, known in enumerate(names) if any(fnmatchcase(one, pattern) for one in known)}
-        matching |= {index for index, known in enumerate(names) if pattern in known}  # a name with brackets
-        if not matching:
+        found = {index for index, known in enumerate(names) if any(fnmatchcase(one, pattern) for one in known)}
+        found |= {index for index, known in enumerate(names) if pattern in known}  # a name with brackets
+        if not found:
             raise ValueError(f"No dataset matches {pattern!r}." + alternatives(pattern, [known[0] for known in names]))
-        chosen |= matching
+        chosen |= found
     return sorted(chosen)
 
 
@@ -245,13 +233,6 @@ class _FromFolder(AbsTask):
             self.data_loaded = True
 
 
-class _LabelsReadOnce(AbsTaskClassification):
-    """Each metric of classification would read the labels, a column of a dataset, several times, row by row."""
-
-    def _calculate_scores(self, y_test: Any, y_pred: Any) -> Any:
-        return super()._calculate_scores([*y_test], y_pred)
-
-
 def _task(source: EvaluationDataset, official: Official | None) -> AbsTask:
     template = TEMPLATES[source.task]
     if source.task == "summarization":
@@ -276,7 +257,6 @@ def _task(source: EvaluationDataset, official: Official | None) -> AbsTask:
         )
     # mteb takes a task's metadata from its class, also when restoring results, so each task has a class of its own.
     attributes = {"metadata": metadata, "source": source, "template": template}
-    bases = (_LabelsReadOnce, parent) if issubclass(parent, AbsTaskClassification) else (parent,)
-    task: AbsTask = type(parent.__name__, (_FromFolder, *bases), attributes)()
+    task: AbsTask = type(parent.__name__, (_FromFolder, parent), attributes)()
     task.hf_subsets = [official.subset if official else "default"]
     return task.filter_eval_splits(["test"])

@@ -167,28 +167,13 @@ def require_all_weights(encoder: "SentenceTransformer | SparseEncoder", path: st
 
 def is_sparse_encoder(path: str | os.PathLike, revision: str | None = None) -> bool:
     """Whether a model's folder or repository says that it is a `SparseEncoder`."""
-    return _read_json(path, "config_sentence_transformers.json", revision).get("model_type") == "SparseEncoder"
-
-
-def has_own_code(path: str, revision: str | None = None) -> bool:
-    """Whether the files of a model name code of its own, which the libraries run only if it is trusted."""
-    modules = _read_json(path, "modules.json", revision) or [{"path": "", "type": "sentence_transformers"}]
-    # Of the network; other modules name their code by their type.
-    names = ("config.json", "tokenizer_config.json")
-    configs = [_read_json(path, name, revision, subfolder=modules[0]["path"]) for name in names]
-    others = [module for module in modules if not module["type"].startswith("sentence_transformers")]
-    return bool(others) or any("auto_map" in config for config in configs)
-
-
-def _read_json(path: str | os.PathLike, name: str, revision: str | None, subfolder: str = "") -> Any:
-    """Read a file of a model; empty if it is missing, out of reach or damaged, which loading the model reports."""
     from transformers.utils import cached_file
 
     try:
-        file = cached_file(os.fspath(path), name, revision=revision, subfolder=subfolder)
-        return json.loads(Path(str(file)).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+        file = cached_file(os.fspath(path), "config_sentence_transformers.json", revision=revision)
+        return json.loads(Path(str(file)).read_text(encoding="utf-8")).get("model_type") == "SparseEncoder"
+    except (OSError, ValueError):  # missing, out of reach or damaged, which loading the model reports
+        return False
 
 
 def _mote_config(path: str | os.PathLike, experts: Any = None, **kwargs: Any) -> "MoTEConfig":

@@ -1,10 +1,40 @@
-"""Distance between queries and documents: KL and JS divergence, and t-SNE, the measures of the CoT-MoTE paper."""
+"""What is measured on embeddings: similarity between tasks, divergence of queries and documents, t-SNE.
+
+Similarity is that of Figures 1 and 3 of the MoTE paper; divergence and t-SNE are measures of the CoT-MoTE paper.
+"""
+
+from collections.abc import Mapping
+from itertools import combinations
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import PlainSerializer, PlainValidator
 from scipy.special import rel_entr, softmax
 
-from mote.analysis.similarity import Samples, cosines
+# How arrays are written to JSON and read again.
+Array = Annotated[NDArray[np.float64], PlainValidator(np.asarray), PlainSerializer(np.ndarray.tolist)]
+Samples = dict[str, Array]
+"""Name of a measure, such as "classification / clustering" → its value for each text or pair."""
+
+ALL_PAIRS = "all pairs"
+
+
+def cosines(first: NDArray[np.float64], second: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Compute the cosine similarity row by row, [N, H] and [N, H] to [N]; of equal rows it is exactly 1."""
+    lengths = np.sqrt((first * first).sum(axis=1) * (second * second).sum(axis=1))
+    return (first * second).sum(axis=1) / np.where(lengths > 0, lengths, 1.0)
+
+
+def similarity_of(embeddings: Mapping[str, NDArray[np.float64]]) -> Samples:
+    """Compare the embeddings [N, H] of the same texts under several tasks.
+
+    Returns:
+        For each pair of tasks, in their order, the cosine similarity of the two embeddings of each text, [N]; and the
+        mean over the pairs, text by text. Empty if there are no tasks.
+    """
+    pairs = {f"{a} / {b}": cosines(embeddings[a], embeddings[b]) for a, b in combinations(embeddings, 2)}
+    return {**pairs, ALL_PAIRS: np.mean(list(pairs.values()), axis=0)} if pairs else {}
 
 
 def as_distributions(embeddings: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -36,6 +66,11 @@ def neighbor_distributions(
     return softmax(-distances, axis=1), softmax(-distances.T, axis=1)
 
 
+def _normalized(embeddings: NDArray[np.float64]) -> NDArray[np.float64]:
+    lengths = np.linalg.norm(embeddings, axis=1, keepdims=True)
+    return embeddings / np.where(lengths > 0, lengths, 1.0)
+
+
 def kl_divergence(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.float64]:
     """Σ p ln(p / q) over the last axis, in nats."""
     return rel_entr(p, q).sum(axis=-1)
@@ -51,11 +86,7 @@ def js_divergence(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.
 
 
 def divergence_of(queries: NDArray[np.float64], documents: NDArray[np.float64]) -> Samples:
-    """Measure the divergence between queries and their documents, by two definitions of distributions.
-
-    Args:
-        queries: Their embeddings, [N, H].
-        documents: Embeddings of the document of each query, [N, H].
+    """Measure the divergence between queries and their documents, [N, H] each, by two definitions of distributions.
 
     Returns:
         KL in both directions, JS and the cosine of each pair, [N] each, by `as_distributions`; and "neighbors KL",
@@ -74,19 +105,10 @@ def divergence_of(queries: NDArray[np.float64], documents: NDArray[np.float64]) 
 
 
 def tsne(queries: NDArray[np.float64], documents: NDArray[np.float64], seed: int = 0) -> NDArray[np.float64]:
-    """Project the embeddings of queries and documents, [N, H] each, onto a plane by t-SNE over cosine distances.
-
-    Returns:
-        [2 N, 2]: the queries first.
-    """
+    """Project embeddings, [N, H] each, onto a plane by t-SNE over cosine distances: [2 N, 2], the queries first."""
     from sklearn.manifold import TSNE
 
     points = np.concatenate([queries, documents])
     perplexity = min(30.0, (len(points) - 1) / 3)
     layout = TSNE(metric="cosine", init="pca", perplexity=perplexity, random_state=seed)
     return np.asarray(layout.fit_transform(points.astype(np.float32)), dtype=np.float64)
-
-
-def _normalized(embeddings: NDArray[np.float64]) -> NDArray[np.float64]:
-    lengths = np.linalg.norm(embeddings, axis=1, keepdims=True)
-    return embeddings / np.where(lengths > 0, lengths, 1.0)
