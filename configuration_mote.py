@@ -191,11 +191,11 @@ class MoTEConfig(PreTrainedConfig):
         self.tasks = {task: self.tasks[task] for task in [*self.experts, *others] if task in self.tasks}
 
     def _validate_experts(self) -> None:
-        for name in self.experts:
-            if not isinstance(name, str) or not EXPERT_NAME.fullmatch(name):
-                raise ValueError(f"Expert name {name!r} must be one word of letters, digits, '_' and '-'")
-        if not self.experts or len(set(self.experts)) < len(self.experts):
-            raise ValueError(f"experts must be a list of different names, at least one, got {self.experts}")
+        words = [name for name in self.experts if isinstance(name, str) and EXPERT_NAME.fullmatch(name)]
+        if not words or len(set(words)) < len(self.experts):
+            raise ValueError(
+                f"experts must be different words of letters, digits, '_' and '-', at least one, got {self.experts}"
+            )
         if self.loaded_experts is not None and not set() < set(self.loaded_experts) <= set(self.experts):
             raise ValueError(f"loaded_experts {self.loaded_experts!r} must be some of the experts {self.experts!r}")
 
@@ -286,7 +286,7 @@ class MoTEConfig(PreTrainedConfig):
         Args:
             inputs: Texts, before the prompt is put in front of them; also `{"text": …}`, or pairs of texts, of which
                 the first counts.
-            task: A task's name, or a role hint.
+            task: A task's name, or a role hint, for all inputs: `encode` sorts them by length.
             prompt: The text that will be put in front of each input.
 
         Returns:
@@ -295,11 +295,6 @@ class MoTEConfig(PreTrainedConfig):
         Raises:
             ValueError: If the task is unknown, no rule applies, or rule 4 or 5 meets an input without a text.
         """
-        if task is not None and not isinstance(task, str):
-            raise ValueError(
-                f"`task` must be one name for all texts, got {task!r}: encode() sorts texts by length. Call it once "
-                "per task, or put each text's instruction in front of it."
-            )
         if task is not None and task not in ROLE_HINTS:
             self.expert_of(task)
             return task
@@ -315,7 +310,7 @@ class MoTEConfig(PreTrainedConfig):
             routing = text if self.route_by_text else prompt or ""
             found = next((name for start, name in instructions.items() if routing.startswith(start)), self.default_task)
             if found is None:
-                raise ValueError(self._no_task(text, prompt))
+                raise ValueError(self._no_task(text))
             tasks.append(found)
         return tasks[0] if len(set(tasks)) == 1 else tasks
 
@@ -324,17 +319,13 @@ class MoTEConfig(PreTrainedConfig):
         found = {self.instruction_of(task): task for task in reversed(self.tasks)}  # for equal texts, the first task
         return {text: found[text] for text in sorted(filter(None, found), key=len, reverse=True)}
 
-    def _no_task(self, text: str, prompt: str | None) -> str:
+    def _no_task(self, text: str) -> str:
         """Return the error message for a text without a task, which says what to do."""
-        known, task = self._tasks_of_instructions(), self.available_experts[0]
-        nearly = [each for each in known if _letters(text).startswith(_letters(each))]
-        for name in self.tasks:  # a library may put a prompt's name where its text belongs
-            if prompt == name or (name in self.experts and re.match(rf"{name}\w", text)):
-                nearly.append(self.instruction_of(name))
-        reason = "it begins with no known instruction"
+        task, reason = self.available_experts[0], "it begins with no known instruction"
+        nearly = [each for each in self._tasks_of_instructions() if _letters(text).startswith(_letters(each))]
+        hint = f" Did you mean {nearly[0]!r}?" if nearly else ""
         if not self.route_by_text:
-            nearly, reason = [], "its own instruction does not count (route_by_text=False)"
-        hint = f" Did you mean {nearly[0]!r}?" if any(nearly) else ""
+            hint, reason = "", "its own instruction does not count (route_by_text=False)"
         return (
             f"No task for the text {text[:60]!r}: {reason}, and the model has no default_task.{hint}"
             f"{alternatives('', self.tasks)}\nPass `task=` or `prompt_name=`, in training `prompts=`. Else load "

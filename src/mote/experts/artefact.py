@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -24,13 +24,11 @@ from mote.checkpoints.reading import is_mote, open_mote
 from mote.checkpoints.staging import EXPERT_FILE, ModelStaging
 from mote.checkpoints.tensors import HEAD, MappedFiles, weight_name
 from mote.checkpoints.writing import require_writable
-from mote.experts.checks import require_task_experts, require_uncompressed
+from mote.experts.blocks import require_task_experts, require_uncompressed
 from mote.files import sha256_of
 from mote.remote.configuration_mote import MoTEConfig, require_known
+from mote.remote.modeling_mote import MoTEModel
 from mote.reporting import Report, millions, table
-
-if TYPE_CHECKING:
-    from mote.remote.modeling_mote import MoTEModel
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +76,7 @@ class ExpertArtefact:
         weights = {EXPERT_FILE: sha256_of(self.folder / EXPERT_FILE)}
         return {"name": self.public_name, "revision": self.revision, "weights": weights}
 
-    def weights_for(self, model: "MoTEModel") -> dict[str, torch.Tensor]:
+    def weights_for(self, model: MoTEModel) -> dict[str, torch.Tensor]:
         """Read the weights, named as in the dense model, for a MoTE in memory; an error if it has another base."""
         state = model.state_dict()
         found = base_hash(model.config, state, state.__getitem__)
@@ -102,9 +100,7 @@ def open_expert(src: str | Path, revision: str | None = None) -> ExpertArtefact:
     if folder is None:
         folder = hub.fetch(str(src), revision, [EXPERT_FILE])
         commit = folder.name  # the cache names a snapshot after its commit
-    if not (folder / EXPERT_FILE).is_file():
-        raise FileNotFoundError(f"{src} is not an extracted expert: it has no {EXPERT_FILE} (`mote experts extract`)")
-    with safe_open(folder / EXPERT_FILE, framework="pt") as file:
+    with safe_open(folder / EXPERT_FILE, framework="pt") as file:  # which only an extracted expert has
         description = json.loads(file.metadata()[HEADER])
     return ExpertArtefact(str(src), folder, commit, **description)
 

@@ -1,19 +1,61 @@
-"""Experts within a model: the modules of its blocks, and their weights under the names of the dense model."""
+"""Experts within a model: what verbs require of it, and its modules and weights under the names of the dense model."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from mote.checkpoints.tensors import weight_name, without_head
-
-if TYPE_CHECKING:
-    from mote.remote.configuration_mote import MoTEConfig
-    from mote.remote.modeling_mote import MoTEBlock
+from mote.checkpoints.tensors import require_unquantised, weight_name, without_head
+from mote.remote.configuration_mote import MoTEConfig, require_known
+from mote.remote.modeling_mote import MoTEBlock, MoTEModel
 
 
-def set_experts(block: "MoTEBlock", experts: Mapping[str, nn.Module]) -> None:
+def require_task_experts(config: MoTEConfig) -> None:
+    """Raise `ValueError` for a token-routed model."""
+    if not config.routes_by_task:
+        raise ValueError("A token-routed model has no experts for tasks: this works for task MoTE models only")
+
+
+def require_uncompressed(config: MoTEConfig) -> None:
+    """Raise `ValueError` if the experts are compressed."""
+    if config.compression is not None:
+        raise ValueError(
+            f"The experts of this model are compressed ({config.compression}): use the model as it was before "
+            "`mote compress`"
+        )
+
+
+def require_plain_weights(model: MoTEModel) -> None:
+    """Raise `ValueError` if a model has adapters or is quantised."""
+    require_unquantised(model)
+    if any(type(module).__module__.startswith("peft.") for module in model.modules()):
+        raise ValueError(
+            "The model has PEFT adapters, which belong to no expert until they are merged into the weights: use "
+            "what the PeftModel's `merge_and_unload()` returns or, after `add_adapter` or `load_adapter`, call "
+            "`mote.training.adapters.merge_adapters(model)` first"
+        )
+
+
+def require_mergeable(model: MoTEModel) -> None:
+    """Raise `ValueError` if the mean of the experts cannot be taken, or would be meaningless."""
+    require_task_experts(model.config)
+    require_uncompressed(model.config)
+    for name in model.config.experts:
+        require_known(name, model.config.available_experts, "expert")
+    require_plain_weights(model)
+
+
+def require_editable(model: MoTEModel, *, uncompressed: bool = False) -> None:
+    """Raise `ValueError` if single experts cannot be edited or, if so required, are compressed."""
+    require_task_experts(model.config)
+    require_plain_weights(model)
+    if uncompressed:
+        require_uncompressed(model.config)
+    if model.offloading is not None:
+        raise ValueError("Offloaded experts cannot be edited or read one by one: call mote.restore(model) first")
+
+
+def set_experts(block: MoTEBlock, experts: Mapping[str, nn.Module]) -> None:
     """Give a block its experts in a new dict, so that threads that iterate over the old one are not disturbed."""
     new = nn.ModuleDict(experts)
     new.training = block.training
@@ -21,7 +63,7 @@ def set_experts(block: "MoTEBlock", experts: Mapping[str, nn.Module]) -> None:
 
 
 def weights_by_expert(
-    config: "MoTEConfig", state: Mapping[str, torch.Tensor]
+    config: MoTEConfig, state: Mapping[str, torch.Tensor]
 ) -> dict[str | None, dict[str, torch.Tensor]]:
     """Group the weights of a state dict by expert, under their names in the dense model; None: those that are shared.
 

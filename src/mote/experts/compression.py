@@ -6,7 +6,7 @@ import torch
 
 from mote.checkpoints.tensors import without_head
 from mote.checkpoints.transform import Verb
-from mote.experts.checks import require_mergeable
+from mote.experts.blocks import require_mergeable
 from mote.experts.exporting import export
 from mote.remote.architectures_mote import architecture_of
 from mote.remote.compression_mote import CompressedConfig, CompressedModel, compress_block

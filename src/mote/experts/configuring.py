@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from mote.checkpoints.models import load_tokenizer
 from mote.checkpoints.options import WriteOptions
@@ -11,9 +11,7 @@ from mote.checkpoints.st_settings import INSTRUCTION_POOLING, POOLED, write_inst
 from mote.checkpoints.tokens import with_end_token
 from mote.checkpoints.transform import Verb, transform
 from mote.remote.configuration_mote import require_known
-
-if TYPE_CHECKING:
-    from mote.remote.modeling_mote import MoTEModel
+from mote.remote.modeling_mote import MoTEModel
 
 NO_DEFAULT = "none"
 
@@ -82,7 +80,7 @@ def configure(
 
 
 @Verb("set", "made by changing settings of", same_model=True)
-def _set(model: "MoTEModel", **changes: Any) -> None:
+def _set(model: MoTEModel, **changes: Any) -> None:
     config = model.config
     if not config.routes_by_task and (unused := changes.keys() & {"tasks", "route_by_text"}):
         raise ValueError(f"{min(unused)} has no effect here: each token of this model finds its experts by a router")

@@ -6,27 +6,24 @@ model unchanged: token-routed, compressed, quantised, offloaded or missing exper
 
 import copy
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from mote.checkpoints.transform import Verb
 from mote.experts.artefact import ExpertArtefact
-from mote.experts.blocks import mean_of_experts, set_experts, weights_by_expert
-from mote.experts.checks import require_editable, require_same_shapes
+from mote.experts.blocks import mean_of_experts, require_editable, set_experts, weights_by_expert
 from mote.remote.architectures_mote import architecture_of
 from mote.remote.configuration_mote import PAPER_INSTRUCTIONS, MoTEConfig, require_known
-
-if TYPE_CHECKING:
-    from mote.remote.modeling_mote import MoTEModel
+from mote.remote.modeling_mote import MoTEModel
 
 MEAN = "mean"  # of all experts, as the start of a new one
 
 
 @Verb("experts add", "made by adding the expert `{name}` to", positional=("start",))
 def add(
-    model: "MoTEModel",
+    model: MoTEModel,
     name: str,
     start: str | ExpertArtefact | Mapping[str, torch.Tensor] = MEAN,
     *,
@@ -59,7 +56,6 @@ def add(
     available = model.config.available_experts
     like = start if isinstance(start, str) and start in available else available[0]
     new_weights = weights_of(model, start)
-    require_same_shapes(new_weights, weights(model, like))
     copies = _copies(model, like, new_weights)
     for block, expert in zip(model.blocks, copies, strict=True):
         set_experts(block, {**dict(block.experts.items()), name: expert})
@@ -67,7 +63,7 @@ def add(
 
 
 @Verb("experts remove", "made by removing the expert `{name}` from", positional=("name",))
-def remove(model: "MoTEModel", name: str, *, tasks: Mapping[str, str | None] | None = None) -> None:
+def remove(model: MoTEModel, name: str, *, tasks: Mapping[str, str | None] | None = None) -> None:
     """Remove an expert, and the task of its name.
 
     Args:
@@ -84,7 +80,7 @@ def remove(model: "MoTEModel", name: str, *, tasks: Mapping[str, str | None] | N
 
 
 @Verb("experts rename", "made by renaming the expert `{name}` to `{new_name}` in", positional=("name", "new_name"))
-def rename(model: "MoTEModel", name: str, new_name: str) -> None:
+def rename(model: MoTEModel, name: str, new_name: str) -> None:
     """Rename an expert, and the task of its name; its other tasks keep their names.
 
     Args:
@@ -99,7 +95,7 @@ def rename(model: "MoTEModel", name: str, new_name: str) -> None:
     _take_names(model, names)
 
 
-def weights(model: "MoTEModel", name: str) -> dict[str, torch.Tensor]:
+def weights(model: MoTEModel, name: str) -> dict[str, torch.Tensor]:
     """Return the weights of one expert under their names in the dense model.
 
     Args:
@@ -115,7 +111,7 @@ def weights(model: "MoTEModel", name: str) -> dict[str, torch.Tensor]:
 
 
 def weights_of(
-    model: "MoTEModel", start: str | ExpertArtefact | Mapping[str, torch.Tensor]
+    model: MoTEModel, start: str | ExpertArtefact | Mapping[str, torch.Tensor]
 ) -> Mapping[str, torch.Tensor]:
     """Return the weights that `start` stands for in `add`, under their names in the dense model."""
     if isinstance(start, ExpertArtefact):
@@ -127,7 +123,7 @@ def weights_of(
     return weights(model, start)
 
 
-def _copies(model: "MoTEModel", like: str, new_weights: Mapping[str, torch.Tensor]) -> list[nn.Module]:
+def _copies(model: MoTEModel, like: str, new_weights: Mapping[str, torch.Tensor]) -> list[nn.Module]:
     """Copy an expert of each block, with new weights and the block's shared modules."""
     copies = []
     for index, block in zip(model.config.mote_layer_indices, model.blocks, strict=True):
@@ -144,7 +140,7 @@ def _copies(model: "MoTEModel", like: str, new_weights: Mapping[str, torch.Tenso
 # Names in the config -------------------------------------------------------------------------------------------------
 
 
-def _take_names(model: "MoTEModel", names: MoTEConfig) -> None:
+def _take_names(model: MoTEModel, names: MoTEConfig) -> None:
     for field in ("experts", "tasks", "instructions", "default_task", "loaded_experts"):
         setattr(model.config, field, getattr(names, field))
 

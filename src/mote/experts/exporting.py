@@ -5,24 +5,19 @@ A task expert that is token-routed becomes a token-routed model, which does need
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from transformers import AutoModel, PreTrainedModel
 
 from mote.checkpoints import nomic
-from mote.checkpoints.reading import ATTENTION_POOLING, is_mote, mote_class
+from mote.checkpoints.reading import is_mote, mote_class
 from mote.checkpoints.tensors import without_head
 from mote.checkpoints.transform import Verb
-from mote.experts.blocks import weights_by_expert
-from mote.experts.checks import require_plain_weights, require_task_experts
-from mote.remote.configuration_mote import require_known
-
-if TYPE_CHECKING:
-    from mote.remote.configuration_mote import MoTEConfig
-    from mote.remote.modeling_mote import MoTEModel
-
+from mote.experts.blocks import require_plain_weights, require_task_experts, weights_by_expert
+from mote.remote.configuration_mote import MoTEConfig, require_known
+from mote.remote.modeling_mote import MoTEModel
 
 # Model type → keys of its published config, where that differs from transformers' own.
 PUBLISHED: Mapping[str, Callable[[Any], dict[str, Any]]] = {"nomic_bert": nomic.published_settings}
@@ -30,7 +25,7 @@ PUBLISHED: Mapping[str, Callable[[Any], dict[str, Any]]] = {"nomic_bert": nomic.
 
 @Verb("export", "the expert `{name}` of", options={"name": "expert"}, loads="name")
 def export(
-    model: "MoTEModel",
+    model: MoTEModel,
     name: str,
     format: Literal["native", "published"] = "native",  # noqa: A002
 ) -> PreTrainedModel:
@@ -72,15 +67,11 @@ def dequantized_state_dict(model: nn.Module, expert: str) -> dict[str, torch.Ten
     return weights
 
 
-def native_model(model: "MoTEModel", weights: dict[str, torch.Tensor], experts: list[str]) -> PreTrainedModel:
+def native_model(model: MoTEModel, weights: dict[str, torch.Tensor], experts: list[str]) -> PreTrainedModel:
     """Build the native model of a MoTE's backbone from its weights, taken over without a copy.
 
     A token-routed backbone takes over the tasks of the experts that the weights come from.
     """
-    if model.config.model_type == ATTENTION_POOLING:
-        raise ValueError(
-            f"This model pools by {model.config.pooling!r}, whose weights neither dense nor compressed models can hold"
-        )
     config: Any = copy.deepcopy(model.config.backbone_config)
     attention = model.backbone.config._attn_implementation
     if is_mote(config):
@@ -98,7 +89,7 @@ def native_model(model: "MoTEModel", weights: dict[str, torch.Tensor], experts: 
     return dense.to(model.device).train(model.training)
 
 
-def _take_names(config: Any, names: "MoTEConfig", experts: list[str]) -> None:
+def _take_names(config: Any, names: MoTEConfig, experts: list[str]) -> None:
     """Give a token-routed model the tasks, instructions and pooling of the experts that it is made from."""
     config.experts, config.pooling, config.default_task = experts, names.pooling, None
     config.tasks = {task: expert for task, expert in names.tasks.items() if expert in experts}

@@ -3,7 +3,6 @@
 import copy
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
@@ -11,17 +10,14 @@ from transformers import PreTrainedModel
 from mote.checkpoints.transform import Verb
 from mote.experts import editing
 from mote.experts.artefact import ExpertArtefact
-from mote.experts.blocks import mean, mean_of_experts, weights_by_expert
-from mote.experts.checks import require_editable, require_mergeable
+from mote.experts.blocks import mean, mean_of_experts, require_editable, require_mergeable, weights_by_expert
 from mote.experts.exporting import native_model
 from mote.remote.configuration_mote import require_known
-
-if TYPE_CHECKING:
-    from mote.remote.modeling_mote import MoTEModel
+from mote.remote.modeling_mote import MoTEModel
 
 
 @Verb("average", "the mean of the experts of")
-def average(model: "MoTEModel") -> PreTrainedModel:
+def average(model: MoTEModel) -> PreTrainedModel:
     """Average the experts into a dense native model (Expert Averaging, EA in the paper).
 
     Experts that are token-routed themselves are averaged into a token-routed model.
@@ -39,7 +35,7 @@ def average(model: "MoTEModel") -> PreTrainedModel:
 
 
 @Verb("interpolate", "made by moving the experts towards their mean, of")
-def interpolate(model: "MoTEModel", weight: float | Mapping[str, float]) -> "MoTEModel":
+def interpolate(model: MoTEModel, weight: float | Mapping[str, float]) -> MoTEModel:
     """Interpolate linearly between each expert and the mean of all experts.
 
     Args:
@@ -67,7 +63,7 @@ def interpolate(model: "MoTEModel", weight: float | Mapping[str, float]) -> "MoT
 
 @Verb("experts merge", "made by merging {experts} into the expert `{name}`, of", positional=("experts",))
 def merge(
-    model: "MoTEModel",
+    model: MoTEModel,
     experts: Mapping[str | ExpertArtefact, float],
     name: str,
     *,

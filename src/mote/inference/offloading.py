@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from mote.experts.blocks import set_experts
-from mote.experts.checks import require_plain_weights, require_task_experts
+from mote.experts.blocks import require_plain_weights, require_task_experts, set_experts
 from mote.inference.stores import CpuStore, DiskStore
 from mote.remote.configuration_mote import MoTEConfig, require_known
 

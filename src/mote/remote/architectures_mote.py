@@ -39,16 +39,15 @@ REFUSED_ARCHITECTURES = {
 def architecture_of(config: MoTEConfig) -> Architecture:
     """Look up the row of the config's backbone; raise a `ValueError` that says what to do if there is none."""
     model_type = config.backbone_config.model_type
-    if model_type in REFUSED_ARCHITECTURES:
-        raise ValueError(f"MoTE does not support {model_type!r}: {REFUSED_ARCHITECTURES[model_type]}.")
-    if config.layer_path is not None:
+    reason = REFUSED_ARCHITECTURES.get(model_type)
+    if config.layer_path is not None and reason is None:
         return Architecture(config.layer_path, tuple(config.shared_modules or ()))
     if model_type not in ARCHITECTURES:
-        raise ValueError(
-            f"MoTE does not know the architecture {model_type!r}." + alternatives(model_type, ARCHITECTURES) + " For "
-            "another one, set its layer_path (path of the list of layers, as in 'encoder.layer') and shared_modules "
-            "(paths of the attention in a layer) in MoTEConfig, or `mote upcycle --layer-path … --shared-module …`."
+        unknown = (
+            "describe it by its layer_path (of the list of layers, as in 'encoder.layer') and shared_modules (of the "
+            f"attention, in a layer), or `--layer-path … --shared-module …`.{alternatives(model_type, ARCHITECTURES)}"
         )
+        raise ValueError(f"MoTE does not support {model_type!r}: {reason or unknown}")
     return ARCHITECTURES[model_type]
 
 

@@ -88,15 +88,7 @@ class AttentionLayer(nn.Module):
         return hidden + self._linear(self.feed_forward_out, values * F.gelu(gates))
 
     def attend(self, hidden: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Run the first half of the layer.
-
-        Args:
-            hidden: Hidden states, [B, L, H].
-            attention_mask: 1 for tokens, 0 for padding, [B, L]. Latents have no padding.
-
-        Returns:
-            [B, L, H], in at least float32.
-        """
+        """Run the first half of the layer, [B, L, H] → [B, L, H]; the mask is only for attention among the tokens."""
         hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
         context = hidden if self.latents is None else self.latents.to(hidden.dtype)[None]
         queries = self._heads(self._linear(self.to_q, _normed(self.norm, hidden)))  # [B, heads, L, D]

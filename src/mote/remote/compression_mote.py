@@ -135,20 +135,14 @@ class CompressedModel(MoTEModel):
 
 @torch.no_grad()
 def compress_block(block: MoTEBlock, rank: int | None) -> None:
-    """Compress the experts of a block in place.
-
-    Args:
-        block: A block of task experts.
-        rank: Rank of the differences from the mean; None: 8 bits.
+    """Compress the experts of a block in place, as differences of this rank from their mean or, without one, in 8 bits.
 
     Raises:
-        ValueError: If the rank is higher than the matrices' full rank, or there are no matrices.
+        ValueError: If the rank is higher than the matrices' full rank.
     """
     experts = list(block.experts.values())
     matrices = {path: module for path, module in experts[0].named_modules() if isinstance(module, nn.Linear)}
-    if not matrices:
-        raise ValueError("The experts have no nn.Linear: there is nothing to compress")
-    full = max(min(linear.weight.shape) for linear in matrices.values())
+    full = max((min(linear.weight.shape) for linear in matrices.values()), default=0)
     if rank is not None and not 1 <= rank <= full:
         raise ValueError(f"expert_rank must be from 1 to {full}, the full rank of the experts' matrices, got {rank}")
     for path in matrices:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from .architectures_mote import architecture_of
-from .configuration_mote import MoTEConfig, of_backbone
+from .configuration_mote import MoTEConfig, of_backbone, require_known
 from .modeling_mote import MoTEModel
 from .token_routing_mote import (
     FeedForwardExperts,
@@ -47,8 +47,7 @@ class HierarchicalMoTEConfig(MoTEConfig):
         """Fill in the defaults and validate."""
         backbone: Any = self.backbone_config or {}
         given = backbone.get("model_type", "") if isinstance(backbone, dict) else backbone.model_type
-        if given not in ("", TokenRoutedConfig.model_type):
-            raise ValueError(f"backbone_config must be that of a token-routed model, got {given!r}")
+        require_known(given, ["", TokenRoutedConfig.model_type], "model_type of backbone_config:")
         self.backbone_config = TokenRoutedConfig(**backbone) if isinstance(backbone, dict) else backbone
         architecture = architecture_of(self.backbone_config)
         self.layer_path, self.shared_modules = f"backbone.{architecture.layer_path}", [*architecture.shared_modules]

@@ -51,7 +51,11 @@ class InstructedTransformer(Transformer):
         super().__init__(*args, **kwargs)
         if instruction_pooling not in EXCLUDED:
             raise ValueError(f"instruction_pooling must be one of {', '.join(EXCLUDED)}, got {instruction_pooling!r}")
-        check_tokenizer(self.tokenizer)
+        if not getattr(self.tokenizer, "is_fast", False):
+            raise ValueError(
+                f"{type(self.tokenizer).__name__} does not tell which characters a token stands for, which is needed "
+                "to leave instructions out of the pooling: use a fast tokenizer"
+            )
         self.instruction_pooling = instruction_pooling
 
     def on_model_ready(self, model: Any) -> None:
@@ -180,7 +184,8 @@ class TextPooling(Pooling):
 
     def __init__(self, *args: Any, include_prompt: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, include_prompt=include_prompt, **kwargs)
-        check_pooling(self)
+        if "weightedmean" in self.pooling_mode:
+            raise ValueError("Instructions cannot be left out of the pooling 'weightedmean', which counts positions")
 
     def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """Add `sentence_embedding` [B, H] to the features, which must have a `pooling_mask`."""
@@ -194,21 +199,6 @@ class TextPooling(Pooling):
         """Save the settings, and this file next to the model's own code."""
         super().save(output_path, *args, **kwargs)
         custom_object_save(self, Path(output_path).parent)
-
-
-def check_tokenizer(tokenizer: Any) -> None:
-    """Raise `ValueError` if a tokenizer does not tell which characters a token stands for."""
-    if not getattr(tokenizer, "is_fast", False):
-        raise ValueError(
-            f"{type(tokenizer).__name__} does not tell which characters a token stands for, which is needed to leave "
-            "instructions out of the pooling: use a fast tokenizer"
-        )
-
-
-def check_pooling(pooling: Pooling) -> None:
-    """Raise `ValueError` if instructions cannot be left out of a pooling."""
-    if "weightedmean" in pooling.pooling_mode:
-        raise ValueError("Instructions cannot be left out of the pooling 'weightedmean', which counts positions")
 
 
 def _text_of(value: Any) -> str:

@@ -18,6 +18,8 @@ from sentence_transformers.base.modules.module import Module
 from sentence_transformers.util import select_max_active_dims
 from transformers.dynamic_module_utils import custom_object_save
 
+from .configuration_mote import require_known
+
 
 class HighestLogits(torch.autograd.Function):
     """max_i h_i · e_v over the tokens i of each text: hidden states h [B, L, H], token embeddings e [V, H] → [B, V].
@@ -44,14 +46,7 @@ class HighestLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, embeddings: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-        """Return the highest logits, 0 for texts without a kept token.
-
-        Args:
-            ctx: The context of the backward pass.
-            hidden: [B, L, H].
-            embeddings: [V, H].
-            kept: Tokens that count, [B, L]; the logits of others are 0.
-        """
+        """Return the highest logits of the tokens to keep, [B, L]; those of others are 0."""
         parts = [logits.max(dim=1) for logits in HighestLogits.logits(hidden, embeddings, kept)]
         highest, places = (torch.cat(each, dim=1) for each in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, embeddings, places, kept)
@@ -96,8 +91,7 @@ class SparsePooling(Module):
 
     def __init__(self, sparse_from: Literal["embeddings", "head"] = "embeddings") -> None:
         super().__init__()
-        if sparse_from not in ("embeddings", "head"):
-            raise ValueError(f"sparse_from must be 'embeddings' or 'head', got {sparse_from!r}")
+        require_known(sparse_from, ["embeddings", "head"], "sparse_from")
         self.sparse_from = sparse_from
 
     def on_model_ready(self, model: Any) -> None:
@@ -201,8 +195,7 @@ class HybridPooling(SparsePooling):
         """
         retrieval = retrieval or self.retrieval
         weight = self.weight if weight is None else weight
-        if retrieval not in ("hybrid", "dense", "sparse"):
-            raise ValueError(f"retrieval must be 'hybrid', 'dense' or 'sparse', got {retrieval!r}")
+        require_known(retrieval, ["hybrid", "dense", "sparse"], "retrieval")
         if max_active_dims is not None and retrieval != "sparse":
             raise ValueError(
                 f"max_active_dims={max_active_dims} of `encode` or `SparseEncoder` would also cut the dense part: "

@@ -342,9 +342,7 @@ class TokenRoutedBlock(nn.Module):
         if hasattr(layer, "attention_type"):  # ModernBERT reads it off its layers
             self.attention_type = layer.attention_type
 
-    def forward(
-        self, hidden_states: torch.Tensor, *args: Any, routing: TokenRouting | None = None, **kwargs: Any
-    ) -> Any:
+    def forward(self, hidden_states: torch.Tensor, *args: Any, routing: TokenRouting, **kwargs: Any) -> Any:
         """Run the layer.
 
         The layer calls its feed-forward network with hidden states only, so each call gets its own layer: a shallow
@@ -360,8 +358,6 @@ class TokenRoutedBlock(nn.Module):
         Returns:
             The dense layer's output: [B, L, H], in some architectures inside a tuple.
         """
-        if routing is None:
-            raise RuntimeError("The block got no routing: the backbone does not pass keyword arguments to its layers")
         layer = object.__new__(type(self.shared))  # as copy.copy, in steps that torch.compile can trace
         layer.__dict__.update(self.shared.__dict__)
         layer.__dict__.pop("forward", None)  # set by accelerate, bound to the original
