@@ -148,8 +148,8 @@ SPOILED: dict[str, tuple[dict[str, Any], Callable[[Path], Any], str]] = {
         "source has the architecture 'nope'.*Supported by MoTE: nomic_bert, .*gemma3_text",
     ),
     "albert": ({}, config(model_type="albert"), "does not support 'albert': it uses one layer again and again"),
-    "t5": ({}, config(model_type="t5"), "does not know the architecture 't5'.*'modernbert'"),
-    "clip": ({}, write("config.json", '{"model_type": "clip"}'), "does not know the architecture 'clip'"),
+    "t5": ({}, config(model_type="t5"), "does not support 't5'.*'modernbert'"),
+    "clip": ({}, write("config.json", '{"model_type": "clip"}'), "does not support 'clip'"),
     "a PEFT adapter": (
         {},
         lambda folder: (edit_json(folder / "adapter_config.json", peft_type="LORA"), remove(folder / "config.json")),

@@ -3,15 +3,11 @@
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from helpers.checkpoints import contents, dense_checkpoint, files_in, read_json, trusted
+from helpers.checkpoints import contents, dense_checkpoint, read_json, trusted
 from helpers.kills import stop_everywhere
 from helpers.on_disk import export
-from sentence_transformers import SentenceTransformer
-from transformers import AutoModel, pipeline
 
 import mote
 from mote.checkpoints.provenance import read_steps
@@ -38,18 +34,11 @@ def test_a_default_task_serves_callers_without_arguments(place: Path) -> None:
     model = trusted(place)
     assert (model.encode(TEXTS) == model.encode(TEXTS, task="clustering")).all()
     assert not (model.encode(TEXTS) == model.encode(TEXTS, task="classification")).any()
-    features: Any = pipeline("feature-extraction", model=str(place), trust_remote_code=True)
-    batch = features.tokenizer(TEXTS[0], return_tensors="pt")
-    expected = AutoModel.from_pretrained(place, trust_remote_code=True)(**batch, task="clustering").last_hidden_state
-    assert torch.allclose(features(TEXTS[0], return_tensors=True), expected, atol=1e-5)
 
 
 def test_everything_that_names_the_settings_follows(place: Path) -> None:
-    text = "\n## Training Details\n\nThree epochs.\n"
-    (place / "README.md").write_text((place / "README.md").read_text() + text)
-    path = mote.configure(place, default_task="sts", instructions={"clustering": "Topic: ", "sts": ""})
-    assert path == place
-    assert text in (place / "README.md").read_text()
+    instructions = {"clustering": "Topic: ", "sts": ""}
+    assert mote.configure(place, default_task="sts", instructions=instructions) == place
     config = read_json(place / "config.json")
     assert (config["default_task"], config["instructions"]["clustering"]) == ("sts", "Topic: ")
     prompts = read_json(place / "config_sentence_transformers.json")["prompts"]
@@ -59,7 +48,6 @@ def test_everything_that_names_the_settings_follows(place: Path) -> None:
     assert "| `clustering` | `clustering` | `Topic: ` |" in card
     assert "Texts without a task: the task `sts`." in card
     step = read_steps(place)[-1]
-    instructions = {"clustering": "Topic: ", "sts": ""}
     assert (step["step"], step["settings"]) == ("set", {"default_task": "sts", "instructions": instructions})
     words = "--default-task sts --instruction 'clustering=Topic: ' --instruction sts="
     assert step["command"] == f"mote set small-mote {words} --overwrite"
@@ -82,13 +70,8 @@ def test_texts_that_may_not_pick_their_expert(place: Path) -> None:
     mote.configure(place, route_by_text=True)
     assert by_itself in (place / "README.md").read_text()
     assert (trusted(place).encode(text) == closed.encode(text, task="clustering")).all()
-
-
-def test_the_card_of_a_model_without_instructions(place: Path) -> None:
     mote.configure(place, instructions=dict.fromkeys(read_json(place / "config.json")["instructions"], ""))
-    card = (place / "README.md").read_text()
-    assert "`prompt_name` picks the expert:" in card
-    assert "begins with an instruction" not in card
+    assert "begins with an instruction" not in (place / "README.md").read_text()
 
 
 def test_reworded_prompts_stay(place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -109,22 +92,16 @@ def test_reworded_prompts_stay(place: Path, tmp_path: Path, caplog: pytest.LogCa
     exported = prompts_in(export(tmp_path / "saved", tmp_path / "dense", expert="clustering"))
     assert exported == {"clustering": "Group: ", "Clustering": "Topic: ", "query": "Group: ", "document": "Group: "}
     assert "does not keep" not in caplog.text
-    lost = f"The result does not keep {{}} of {tmp_path / 'saved'}"
+    lost = f"The result does not keep 'Group: ', the prompt 'clustering' of {tmp_path / 'saved'}"
     mote.transform(tmp_path / "saved", tmp_path / "added", mote.experts.add, "groups", instruction="Group: ")
     told = prompts_in(tmp_path / "added")  # 'Group: ' would now pick the new expert
     assert (told["clustering"], told["Clustering"], told["groups"]) == ("clustering: ", "Topic: ", "Group: ")
-    assert lost.format("'Group: ', the prompt 'clustering'") in caplog.messages
+    assert lost in caplog.messages
     caplog.clear()
     mote.configure(tmp_path / "saved", instructions={"clustering": "New: "})
     told = prompts_in(tmp_path / "saved")
     assert (told["clustering"], told["Clustering"], told["search_document"]) == ("New: ", "New: ", "")
-    assert lost.format("'Group: ', the prompt 'clustering'") in caplog.messages
-    caplog.clear()
-    mote.transform(tmp_path / "saved", tmp_path / "renamed", mote.experts.rename, "search_document", "passage")
-    assert prompts_in(tmp_path / "renamed")["passage"] == "search_document: "
-    assert [message for message in caplog.messages if "does not keep" in message] == [
-        lost.format("'', the prompt 'search_document'")
-    ]
+    assert lost in caplog.messages
 
 
 def test_another_expert_for_a_task(place: Path) -> None:
@@ -137,30 +114,12 @@ def test_another_expert_for_a_task(place: Path) -> None:
     assert (model.encode(TEXTS, task="summarization") == before.encode(TEXTS, task="classification")).all()
 
 
-@pytest.mark.long
-def test_into_another_folder(place: Path, tmp_path: Path) -> None:
-    before = contents(place)
-    out = tmp_path / "out"
-    assert main(["set", str(place), "--default-task", "clustering", "--out", str(out)]) == 0
-    assert main(["set", str(out), "--default-task", "none"]) == 0
-    assert contents(place) == before
-    assert files_in(out) == files_in(place) | {"mote.json"}
-    assert read_json(out / "config.json")["default_task"] is None
-    assert main(["set", str(place), "--default-task", "clustering", "--out", str(out)]) == 1  # it is in use
-    assert main(["set", str(place), "--default-task", "clustering", "--out", str(out), "--overwrite"]) == 0
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--default-tsk", "sts"], "Did you mean --default-task?"),
         (["--task", "sts=clusterin"], "'clusterin'"),
-        (
-            ["--default-task", "clusterin"],
-            "Unknown default_task 'clusterin'. Did you mean 'clustering'? Available: ",
-        ),
         (["--instruction", "topics=x"], "Unknown task of an instruction: 'topics'. Available: 'classification', "),
-        (["--instruction", "clustering=search_query: "], "already stands for the expert 'clustering'"),
         (["--task", "sts=clustering", "--task", "sts=clustering"], "expected NAME=VALUE, each name once"),
         (["--task", "sts"], "'sts': expected NAME=VALUE"),
     ],
@@ -173,9 +132,7 @@ def test_what_cannot_be_set(words: list[str], message: str, upcycled: Path, caps
 
 
 def test_of_a_folder_with_one_expert(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    SentenceTransformer(str(place), trust_remote_code=True, model_kwargs={"experts": ["clustering"]}).save_pretrained(
-        str(tmp_path / "one")
-    )
+    trusted(place, model_kwargs={"experts": ["clustering"]}).save_pretrained(str(tmp_path / "one"))
     assert main(["set", str(tmp_path / "one"), "--default-task", "sts"]) == 1
     assert "Task 'sts' needs the expert 'classification', which was not loaded" in capsys.readouterr().err
     assert main(["set", str(tmp_path / "one"), "--default-task", "clustering"]) == 0

@@ -3,12 +3,13 @@
 import copy
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import trusted
+from helpers.checkpoints import assert_same, trusted
 from helpers.families import (
     all_families,
     assert_threads_agree,
@@ -21,10 +22,10 @@ from helpers.families import (
 )
 from helpers.on_disk import VERBS, last_hidden
 from helpers.paths import SMALL_ENCODER
-from sentence_transformers import SentenceTransformer
 
 import mote
 from mote import prompts_of, upcycle
+from mote.experts import add, remove, rename
 from mote.remote.modeling_mote import MoTEModel
 from mote.remote.token_routing_mote import TokenRoutedConfig, TokenRoutedModel
 from mote.training.adapters import merge_adapters
@@ -41,8 +42,7 @@ def state_of(model: MoTEModel) -> tuple[dict[str, Any], dict[str, torch.Tensor]]
 def assert_unchanged(model: MoTEModel, state: tuple[dict[str, Any], dict[str, torch.Tensor]]) -> None:
     config, weights = state_of(model)
     assert config == state[0]
-    assert list(weights) == list(state[1])
-    assert all(weight.equal(state[1][key]) for key, weight in weights.items())
+    assert_same(weights, state[1])
 
 
 def assert_round_trip(model: MoTEModel, folder: Path) -> None:
@@ -52,9 +52,7 @@ def assert_round_trip(model: MoTEModel, folder: Path) -> None:
     for field in ("experts", "tasks", "instructions", "default_task", "loaded_experts"):
         assert getattr(loaded.config, field) == getattr(model.config, field)
     assert list(loaded.config.tasks) == list(model.config.tasks)  # `task_ids` are indices into them
-    weights = loaded.state_dict()
-    assert weights.keys() == model.state_dict().keys()
-    assert all(value.equal(weights[key]) for key, value in model.state_dict().items())
+    assert_same(loaded.state_dict(), model.state_dict())
 
 
 # Every family --------------------------------------------------------------------------------------------------------
@@ -66,7 +64,7 @@ def test_a_copy_is_a_model_of_its_own(name: str, mote_layers: str, tmp_path: Pat
     model = trained_mote(name, mote_layers=mote_layers)
     before = {expert: last_hidden(model, task=expert) for expert in ("alpha", "beta")}
     shared = mote.experts.parameter_counts(model)["shared"]
-    mote.experts.add(model, "gamma", "beta")
+    add(model, "gamma", "beta")
     assert model.config.experts == THREE
     assert last_hidden(model, task="gamma").equal(before["beta"])
     assert mote.experts.parameter_counts(model)["shared"] == shared  # the attention was not copied
@@ -82,89 +80,61 @@ def test_a_copy_is_a_model_of_its_own(name: str, mote_layers: str, tmp_path: Pat
         assert not last_hidden(model, task=expert).equal(output)
     moved = last_hidden(model, task="gamma")
     by_hand = copy.deepcopy(model)
-    by_hand.blocks[0].experts["alpha"].load_state_dict(model.blocks[0].experts["gamma"].state_dict())
-    for block in by_hand.blocks[1:]:
+    for block in by_hand.blocks:
         block.experts["alpha"].load_state_dict(block.experts["gamma"].state_dict())
     assert last_hidden(by_hand, task="alpha").equal(moved)  # through the same attention as the others
     assert_round_trip(model, tmp_path)
 
 
 @all_families
-def test_the_mean_is_that_of_averaging(name: str, tmp_path: Path) -> None:
-    model = trained_mote(name, experts=THREE)
-    averaged = mote.experts.average(model)
-    mote.experts.add(model, "middle")
-    with torch.no_grad():
-        expected = averaged(**batch()).last_hidden_state
-    assert last_hidden(model, task="middle").equal(expected)
-    assert_round_trip(model, tmp_path)
-
-
-@all_families
-def test_removing_and_renaming(name: str, tmp_path: Path) -> None:
+def test_the_mean_and_removing_and_renaming(name: str, tmp_path: Path) -> None:
     model = trained_mote(name, experts=THREE)
     before = {expert: last_hidden(model, task=expert) for expert in THREE}
-    mote.experts.remove(model, "alpha")
-    mote.experts.rename(model, "beta", "delta")
-    assert (model.config.experts, list(model.blocks[0].experts)) == (["delta", "gamma"], ["delta", "gamma"])
-    assert last_hidden(model, task="delta").equal(before["beta"])
-    assert last_hidden(model, task="gamma").equal(before["gamma"])
+    averaged = last_hidden(mote.experts.average(model))
+    add(model, "middle")
+    remove(model, "alpha")
+    rename(model, "beta", "delta")
+    assert model.config.experts == list(model.blocks[0].experts) == ["delta", "gamma", "middle"]
+    for task, expected in (("delta", before["beta"]), ("gamma", before["gamma"]), ("middle", averaged)):
+        assert last_hidden(model, task=task).equal(expected)
     assert_round_trip(model, tmp_path)
     with pytest.raises(ValueError, match="Unknown task 'alpha'"):
         last_hidden(model, task="alpha")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_dtype_and_frozen_weights_are_kept(dtype: torch.dtype) -> None:
-    model = trained_mote("nomic_bert", experts=THREE).to(dtype)
+def test_dtype_mode_and_frozen_weights_are_kept(dtype: torch.dtype) -> None:
+    model = trained_mote("nomic_bert", experts=THREE).to(dtype).train()
     for block in model.blocks:
         block.experts["alpha"].requires_grad_(False)
-    mote.experts.add(model, "frozen", "alpha")
-    mote.experts.add(model, "free", "beta")
-    mote.experts.add(model, "middle")
-    for block in model.blocks:
-        for name, trained in (("frozen", False), ("free", True)):
-            assert {parameter.requires_grad for parameter in block.experts[name].parameters()} == {trained}
-        for name in ("frozen", "free", "middle"):
-            assert {parameter.dtype for parameter in block.experts[name].parameters()} == {dtype}
-    model.train()
-    mote.experts.add(model, "in_training", "free")
-    assert all(block.experts["in_training"].training for block in model.blocks)
+    for name, start in (("frozen", "alpha"), ("free", "beta"), ("middle", "mean")):
+        add(model, name, start)
+        for expert in (block.experts[name] for block in model.blocks):
+            assert expert.training
+            assert {parameter.dtype for parameter in expert.parameters()} == {dtype}
+            if name != "middle":
+                assert {parameter.requires_grad for parameter in expert.parameters()} == {name == "free"}
 
 
 def test_the_blocks_of_the_dense_model_as_an_expert() -> None:
     dense = dense_model("bert")
     model = make_different(MoTEModel(mote_config(dense), copy.deepcopy(dense)).eval())
     blocks = {name: dense.state_dict()[name] for name in mote.experts.weights(model, "alpha")}
-    mote.experts.add(model, "source", blocks)
+    add(model, "source", blocks)
     assert last_hidden(model, task="source").equal(last_hidden(dense))
     assert not last_hidden(model, task="alpha").allclose(last_hidden(dense), atol=1e-3)
 
 
-def test_training_one_expert_leaves_its_origin_alone() -> None:
+def test_threads_and_gradients_reach_a_new_expert_alone() -> None:
     model = trained_mote("bert")
-    mote.experts.add(model, "gamma", "alpha")
-    before = state_of(model)[1]
-    model.train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(**batch(), task="gamma").pooler_output.square().sum().backward()
-    optimizer.step()
-    moved = {key for key, value in model.state_dict().items() if not value.equal(before[key])}
-    assert any(".experts.gamma." in key for key in moved)
-    assert any(".shared." in key for key in moved)  # one attention, which the new expert trains as well
-    assert not any(".experts.alpha." in key or ".experts.beta." in key for key in moved)
-
-
-def test_checkpointing_and_threads_reach_a_new_expert() -> None:
-    model = trained_mote("bert")
-    mote.experts.add(model, "gamma", "alpha")
+    add(model, "gamma", "alpha")
     make_different(model)
     assert_threads_agree(lambda thread, _: [last_hidden(model, task=THREE[thread % 3])], turns=10, threads=6)
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model(**batch(), task="gamma").pooler_output.sum().backward()
-    assert model.blocks[0].experts["gamma"].output.dense.weight.grad is not None
-    assert model.blocks[0].experts["alpha"].output.dense.weight.grad is None
+    for key, parameter in model.named_parameters():
+        assert (parameter.grad is None) == (".experts.alpha." in key or ".experts.beta." in key), key
 
 
 # Names ---------------------------------------------------------------------------------------------------------------
@@ -174,70 +144,57 @@ def paper_mote(**settings: Any) -> MoTEModel:
     return fresh_mote("bert", experts=PAPER, **settings)
 
 
-def test_a_new_expert_takes_tasks_over(tmp_path: Path) -> None:
-    model = paper_mote()
-    mote.experts.add(model, "sts", "classification", instruction="sts: ", tasks=["pair_classification", "paraphrase"])
+def test_tasks_and_instructions_of_new_experts(tmp_path: Path) -> None:
+    model = paper_mote(instructions={"summarization": "sum: "})
+    add(model, "none")
+    assert model.config.instruction_of("none") == ""
+    add(model, "several", instruction={"several": "one: ", "other": "two: "}, tasks="other")
+    assert (model.config.instruction_of("several"), model.config.instruction_of("other")) == ("one: ", "two: ")
+    add(model, "sts", "classification", instruction="sts: ", tasks=["pair_classification", "paraphrase"])
     tasks = model.config.tasks
     assert [task for task, expert in tasks.items() if expert == "sts"] == ["sts", "pair_classification", "paraphrase"]
     assert tasks["summarization"] == "classification"
     assert model.config.instruction_of("paraphrase") == "sts: "
     assert model.config.task_of(["sts: a text"]) == "sts"
+    add(model, "summarization")  # what the config says of the task stays
+    assert model.config.instruction_of("summarization") == "sum: "
     assert_round_trip(model, tmp_path)
 
 
-def test_instructions_of_a_new_expert() -> None:
-    model = paper_mote(instructions={"sts": "similar: "})
-    mote.experts.add(model, "none")
-    assert model.config.instruction_of("none") == ""
-    mote.experts.add(model, "several", instruction={"several": "one: ", "other": "two: "}, tasks="other")
-    assert (model.config.instruction_of("several"), model.config.instruction_of("other")) == ("one: ", "two: ")
-    mote.experts.add(model, "sts", tasks=["summarization"])  # what the config says of the task stays
-    assert model.config.instruction_of("summarization") == "similar: "
-    other = trained_mote("bert")
-    mote.experts.add(other, "clustering", "alpha")
-    assert other.config.instruction_of("clustering") == "clustering: "
-
-
-def test_an_expert_that_brings_unseen_tasks(tmp_path: Path) -> None:
+def test_experts_that_bring_unseen_tasks(tmp_path: Path) -> None:
     model = trained_mote("bert")
-    mote.experts.add(model, "classification", "alpha")
+    add(model, "classification", "alpha")
+    assert model.config.instruction_of("classification") == "classification: "
     assert model.config.tasks["sts"] == "classification"  # as in any MoTE that has it
-    mote.experts.rename(model, "beta", "search_query")
+    rename(model, "beta", "search_query")
     assert model.config.tasks["query"] == "search_query"
     assert_round_trip(model, tmp_path)
 
 
 def test_tasks_of_a_removed_expert(tmp_path: Path) -> None:
     model = paper_mote(default_task="sts")
-    mote.experts.remove(
-        model,
-        "classification",
-        tasks={"sts": "clustering", "pair_classification": "search_query", "summarization": None},
-    )
-    assert model.config.tasks["sts"] == "clustering"
-    assert "summarization" not in model.config.tasks
-    assert "classification" not in model.config.tasks
+    new = {"sts": "clustering", "pair_classification": "search_query", "summarization": None}
+    remove(model, "classification", tasks=new)
+    tasks = {name: expert for name, expert in model.config.tasks.items() if name in {"classification", *new}}
+    assert tasks == {"sts": "clustering", "pair_classification": "search_query"}
     assert_round_trip(model, tmp_path)
-
-
-def test_tasks_stay_removed_when_another_expert_takes_the_one_they_follow(tmp_path: Path) -> None:
     model = paper_mote()
     unseen = dict.fromkeys(("pair_classification", "sts", "summarization"))
-    mote.experts.remove(model, "classification", tasks={"classification": "clustering", **unseen})
+    remove(model, "classification", tasks={"classification": "clustering", **unseen})  # stay removed, whatever that has
     assert set(model.config.tasks) == {*PAPER, "query", "document"}
     assert_round_trip(model, tmp_path)
 
 
 def test_a_task_outlives_the_expert_of_its_name(tmp_path: Path) -> None:
     model = trained_mote("bert", default_task="alpha")
-    mote.experts.remove(model, "alpha", tasks={"alpha": "beta"})
+    remove(model, "alpha", tasks={"alpha": "beta"})
     assert last_hidden(model, task="alpha").equal(last_hidden(model, task="beta"))
     assert_round_trip(model, tmp_path)
 
 
 def test_renaming_keeps_the_order_and_what_belongs_to_it(tmp_path: Path) -> None:
     model = paper_mote(default_task="search_query", instructions={"search_query": "q: ", "query": "Query: "})
-    mote.experts.rename(model, "search_query", "questions")
+    rename(model, "search_query", "questions")
     config = model.config
     assert config.experts == ["classification", "clustering", "questions", "search_document"]
     assert (config.default_task, config.tasks["query"]) == ("questions", "questions")
@@ -246,63 +203,38 @@ def test_renaming_keeps_the_order_and_what_belongs_to_it(tmp_path: Path) -> None
     assert_round_trip(model, tmp_path)
 
 
-INVALID: list[tuple[Callable[[Any], Any], str]] = [
-    (
-        lambda model: mote.experts.add(model, "clustering"),
-        "must be a list of different names, at least one, got .*'clustering'",
-    ),
-    (lambda model: mote.experts.add(model, "a.b"), "must be one word"),
-    (
-        lambda model: mote.experts.add(model, "new", "clusterin"),
-        "Unknown expert 'clusterin'. Did you mean 'clustering'?",
-    ),
-    (lambda model: mote.experts.add(model, "new", {}), "The weights do not fit: .* are missing"),
-    (lambda model: mote.experts.add(model, "new", {"x": torch.zeros(1)}), "The weights do not fit"),
-    (lambda model: mote.experts.add(model, "new", tasks=["clustering"]), "must go to the expert of its own name"),
-    (lambda model: mote.experts.add(model, "new", instruction="clustering: "), "already stands for"),
-    (lambda model: mote.experts.add(model, "new", instruction={"nw": "x"}), "Unknown task of an instruction: 'nw'"),
-    (lambda model: mote.experts.remove(model, "clusterin"), "Unknown expert 'clusterin'. Did you mean 'clustering'"),
-    (lambda model: mote.experts.remove(model, "sts"), "Unknown expert 'sts'"),
-    (
-        lambda model: mote.experts.remove(model, "clustering", tasks={"sts": "search_query"}),
-        "Unknown task of the expert 'clustering': 'sts'",
-    ),
-    (
-        lambda model: mote.experts.remove(model, "search_query", tasks={"query": "serch_document"}),
-        "Did you mean 'search_document'",
-    ),
-    (
-        lambda model: mote.experts.remove(model, "search_query", tasks={"query": "search_query"}),
-        "Unknown expert of task 'query': 'search_query'",
-    ),
-    (
-        lambda model: mote.experts.remove(model, "search_document", tasks={"document": None}),
-        "Unknown default_task 'document'",
-    ),
-    (
-        lambda model: mote.experts.remove(model, "classification"),
-        r"'pair_classification', 'sts', 'summarization': name the .* `--task pair_classification=EXPERT`",
-    ),
-    (lambda model: mote.experts.rename(model, "clusterin", "x"), "Did you mean 'clustering'"),
-    (lambda model: mote.experts.rename(model, "clustering", "sts"), "'sts' is already a task, of the expert 'classif"),
-    (lambda model: mote.experts.rename(model, "clustering", "clustering"), "is already a task"),
-    (lambda model: mote.experts.rename(model, "clustering", "a b"), "must be one word"),
-]
-
-
-@pytest.mark.parametrize(("change", "message"), INVALID)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (partial(add, name="clustering"), "must be different words of letters, .* got .*'clustering'"),
+        (partial(add, name="a.b"), "must be different words of letters"),
+        (partial(add, name="new", start="clusterin"), "Unknown expert 'clusterin'. Did you mean 'clustering'?"),
+        (partial(add, name="new", start={}), "Missing key"),
+        (partial(add, name="new", tasks=["clustering"]), "must go to the expert of its own name"),
+        (partial(add, name="new", instruction="clustering: "), "already stands for"),
+        (partial(add, name="new", instruction={"nw": "x"}), "Unknown task of an instruction: 'nw'"),
+        (partial(remove, name="sts"), "Unknown expert 'sts'"),
+        (partial(remove, name="clustering", tasks={"sts": "search_query"}), "task of the expert 'clustering': 'sts'"),
+        (partial(remove, name="search_query", tasks={"query": "serch_document"}), "Did you mean 'search_document'"),
+        (partial(remove, name="search_query", tasks={"query": "search_query"}), "of task 'query': 'search_query'"),
+        (partial(remove, name="search_document", tasks={"document": None}), "Unknown default_task 'document'"),
+        (partial(remove, name="classification"), "'sts', 'summarization': name .* `--task pair_classification=EXPERT`"),
+        (partial(rename, name="clusterin", new_name="x"), "Did you mean 'clustering'"),
+        (partial(rename, name="clustering", new_name="sts"), "'sts' is already a task, of the expert 'classification'"),
+        (partial(rename, name="clustering", new_name="clustering"), "is already a task"),
+    ],
+)
 def test_invalid_changes_leave_the_model_unchanged(change: Callable[[Any], Any], message: str) -> None:
     model = paper_mote(default_task="document")
     state = state_of(model)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, RuntimeError), match=message):
         change(model)
     assert_unchanged(model, state)
 
 
 def test_the_last_expert_stays() -> None:
-    model = fresh_mote("bert", experts=["alpha"])
     with pytest.raises(ValueError, match="at least one, got"):
-        mote.experts.remove(model, "alpha")
+        remove(fresh_mote("bert", experts=["alpha"]), "alpha")
 
 
 # Where there is less, or something else ------------------------------------------------------------------------------
@@ -310,7 +242,7 @@ def test_the_last_expert_stays() -> None:
 
 def test_an_expert_called_mean() -> None:
     model = trained_mote("bert", experts=["alpha", "mean"])
-    mote.experts.add(model, "gamma", "mean")
+    add(model, "gamma", "mean")
     assert last_hidden(model, task="gamma").equal(last_hidden(model, task="mean"))
 
 
@@ -319,20 +251,20 @@ def test_some_experts_alone(tmp_path: Path) -> None:
     model = MoTEModel.from_pretrained(tmp_path / "whole", experts=["beta"])
     for start in ("mean", "alpha"):
         with pytest.raises(ValueError, match="Unknown expert 'alpha'"):
-            mote.experts.add(model, "delta", start)
+            add(model, "delta", start)
     with pytest.raises(ValueError, match=r"loaded_experts \[\] must be some of the experts"):
-        mote.experts.remove(model, "beta")
-    mote.experts.add(model, "delta", "beta")
+        remove(model, "beta")
+    add(model, "delta", "beta")
     assert model.config.loaded_experts == ["beta", "delta"]
     assert_round_trip(model, tmp_path / "with delta")
-    mote.experts.rename(model, "beta", "epsilon")
-    mote.experts.rename(model, "alpha", "other")
+    rename(model, "beta", "epsilon")
+    rename(model, "alpha", "other")
     assert (model.config.experts, model.config.loaded_experts) == (
         ["other", "epsilon", "gamma", "delta"],
         ["epsilon", "delta"],
     )
-    mote.experts.remove(model, "other")
-    mote.experts.remove(model, "gamma")
+    remove(model, "other")
+    remove(model, "gamma")
     assert (model.config.experts, model.config.loaded_experts) == (["epsilon", "delta"], None)
     assert_round_trip(model, tmp_path / "complete")
 
@@ -373,42 +305,33 @@ def test_a_quantised_model_is_refused() -> None:
 
 
 def test_prompts_are_updated(tmp_path: Path) -> None:
-    folder = upcycle(str(SMALL_ENCODER), tmp_path / "small")
-    model = SentenceTransformer(str(folder), trust_remote_code=True)
-    mote.experts.add(model[0].model, "legal", "search_query", instruction="legal: ")
+    model = trusted(upcycle(str(SMALL_ENCODER), tmp_path / "small"))
+    add(model[0].model, "legal", "search_query", instruction="legal: ")
     make_different(model[0].model)
     by_task = model.encode(["legal: a contract"], task="legal")
     assert (model.encode(["a contract"], prompt="legal: ") == by_task).all()
     model.prompts = prompts_of(model[0].model.config)
     assert (model.encode(["a contract"], prompt_name="legal") == by_task).all()
     model.save(str(tmp_path / "saved"))
-    loaded = SentenceTransformer(str(tmp_path / "saved"), trust_remote_code=True)
-    assert loaded.prompts["legal"] == "legal: "
-    assert (loaded.encode(["a contract"], prompt_name="legal") == by_task).all()
+    assert (trusted(tmp_path / "saved").encode(["a contract"], prompt_name="legal") == by_task).all()
 
 
-def test_the_default_prompt_follows_its_task(
-    trained_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_default_prompt_follows_its_task(trained_folder: Path, tmp_path: Path, caplog: Any) -> None:
     source = tmp_path / "source"
-    SentenceTransformer(str(trained_folder), trust_remote_code=True, default_prompt_name="clustering").save(str(source))
-    mote.transform(source, tmp_path / "renamed", mote.experts.rename, "clustering", "topics")
-    renamed = SentenceTransformer(str(tmp_path / "renamed"), trust_remote_code=True)
+    trusted(trained_folder, default_prompt_name="clustering").save(str(source))
+    mote.transform(source, tmp_path / "renamed", rename, "clustering", "topics")
+    renamed = trusted(tmp_path / "renamed")
     assert renamed.default_prompt_name == "topics"
     assert (renamed.encode(["bread"]) == trusted(source).encode(["bread"])).all()
     assert "default prompt" not in caplog.text
-    mote.transform(source, tmp_path / "removed", mote.experts.remove, "clustering")
+    mote.transform(source, tmp_path / "removed", remove, "clustering")
     assert re.search("default prompt 'clustering' .* does not belong to any task of the result", caplog.text)
-    assert SentenceTransformer(str(tmp_path / "removed"), trust_remote_code=True).default_prompt_name is None
+    assert trusted(tmp_path / "removed").default_prompt_name is None
 
 
-def test_a_default_prompt_of_no_task_is_not_taken_over(
-    trained_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_default_prompt_of_no_task_is_not_taken_over(trained_folder: Path, tmp_path: Path, caplog: Any) -> None:
     dense = mote.transform(trained_folder, tmp_path / "dense", mote.experts.export, "search_query")
-    assert (
-        trusted(upcycle(str(dense), tmp_path / "mote", experts=["search_query", "a"])).default_prompt_name
-        == "search_query"
-    )
-    assert trusted(upcycle(str(dense), tmp_path / "other", experts=["a", "b"])).default_prompt_name is None
+    for experts, expected in ((["search_query", "a"], "search_query"), (["a", "b"], None)):
+        folder = upcycle(str(dense), tmp_path / experts[0], experts=experts)
+        assert trusted(folder).default_prompt_name == expected
     assert re.search("default prompt 'search_query' .* does not belong to any task of the result", caplog.text)

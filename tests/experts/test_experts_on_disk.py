@@ -3,13 +3,12 @@
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 from helpers.checkpoints import contents, edit_json, files_in, read_json
-from helpers.families import batch
 from helpers.kills import stop_everywhere
-from helpers.on_disk import add, base_hash, hidden, merge
+from helpers.on_disk import add, base_hash, hidden, last_hidden, merge
 from safetensors.torch import load_file
 
 import mote
@@ -28,12 +27,11 @@ def test_merging(tiny_mote: Path, with_legal: Path, legal: Path, tmp_path: Path)
         if ".experts.both." in key:
             query, other = (whole[key.replace("both", name)].double() for name in ("search_query", "legal"))
             assert weight.equal((0.25 * query + 0.75 * other).float())
-    assert MoTEModel.from_pretrained(out).config.tasks["y"] == "both"
-    everything = dict.fromkeys(MoTEModel.from_pretrained(tiny_mote).config.experts, 0.7)
-    merge(tiny_mote, everything, "middle", tmp_path / "middle")
-    with torch.no_grad():
-        averaged = mote.experts.average(MoTEModel.from_pretrained(tiny_mote))(**batch()).last_hidden_state
-    assert hidden(tmp_path / "middle", "middle").equal(averaged)
+    model = MoTEModel.from_pretrained(out)
+    assert model.config.tasks["y"] == "both"
+    mote.experts.remove(model, "both", tasks={"x": None, "y": None})
+    mote.experts.merge(model, dict.fromkeys(model.config.experts, 0.7), "middle")
+    assert last_hidden(model, task="middle").equal(last_hidden(mote.experts.average(mote.load(tiny_mote))))
     alone = merge(tiny_mote, {str(legal): 0.1}, "alone", tmp_path / "alone")
     assert hidden(alone, "alone").equal(hidden(with_legal, "legal"))
 
@@ -83,50 +81,25 @@ def test_the_list(with_legal: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "message"),
     [
         (["add", "{}", "clustering"], "needs a name of its own: give it one with `--name`"),
-        (
-            ["add", "{}", "clustering", "--name", "clustering"],
-            "experts must be a list of different names, at least one, got ",
-        ),
-        (["add", "{}", "{}", "--name", "x"], "expert.safetensors"),
-        (
-            ["add", "nobody/nothing", "mean", "--name", "x"],
-            "nobody/nothing is neither a folder nor available on the Hub",
-        ),
         (["add", "{}", "nobody/nothing"], "nobody/nothing is neither a folder nor available on the Hub"),
-        (
-            ["merge", "{}", "clustering=0", "--name", "x"],
-            "The weight of 'clustering' is 0.0: expected a number above 0",
-        ),
+        (["merge", "{}", "clustering=0", "--name", "x"], "'clustering' is 0.0: expected a number above 0"),
         (["merge", "{}", "clustering=much", "--name", "x"], "'clustering=much': expected NAME=NUMBER"),
-        (["merge", "{}", "clustering", "clustering=2", "--name", "x"], "each name once"),
-        (["remove", "{}", "clustering", "--task", "clustering=a", "--task", "clustering=b"], "each name once"),
-        (
-            ["remove", "{}", "search_query"],
-            "as in `--task query=EXPERT`, or none (`--task query=`) to remove the task as well",
-        ),
+        (["remove", "{}", "search_query"], "`--task query=EXPERT`, or none (`--task query=`) to remove the task"),
         (["extract", "{}", "clusterin"], "Unknown expert 'clusterin'. Did you mean 'clustering'?"),
     ],
 )
-def test_invalid_command_lines(
-    words: list[str], message: str, tiny_mote: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_command_lines(words: list[str], message: str, tiny_mote: Path, tmp_path: Path, capsys: Any) -> None:
     command = ["experts", *(word.format(tiny_mote) for word in words), "--out", str(tmp_path / "out")]
     assert main(command) in (1, 2)
-    error = capsys.readouterr().err
-    assert message in error
-    assert "Traceback" not in error
+    assert message in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
 
 
 def test_an_artefact_replaces_another_and_nothing_else(tiny_mote: Path, with_legal: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_mote, tmp_path / "mote")
-    before = contents(tmp_path)
-    for out in (folder, folder / "clustering"):
-        with pytest.raises((FileExistsError, ValueError), match=r"is in use|is, holds or lies in the source"):
-            extract(str(folder), "clustering", out)
     with pytest.raises(ValueError, match="is, holds or lies in the source"):
         extract(str(folder), "clustering", folder, WriteOptions(overwrite=True))
-    assert contents(tmp_path) == before
+    assert contents(folder) == contents(tiny_mote)
     inside = extract(str(tiny_mote), "clustering", folder / "legal")
     extract(str(with_legal), "legal", inside, WriteOptions(overwrite=True))
     for place in (inside, folder):  # the expert's own files, and what holds them

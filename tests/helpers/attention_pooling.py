@@ -8,17 +8,7 @@ import torch
 def states_by_hand(
     weights: Mapping[str, torch.Tensor], hidden: torch.Tensor, mask: torch.Tensor, heads: int
 ) -> torch.Tensor:
-    """Run the layer.
-
-    Args:
-        weights: Of an `AttentionLayer`, by their names there.
-        hidden: [L, H].
-        mask: 1 for tokens, 0 for padding, [L].
-        heads: Number of heads.
-
-    Returns:
-        [L, H].
-    """
+    """Run an `AttentionLayer` with these weights on hidden states [L, H] with a mask [L]: [L, H]."""
     weights, hidden = {name: value.double() for name, value in weights.items()}, hidden.double()
 
     def normed(x: torch.Tensor, name: str) -> torch.Tensor:

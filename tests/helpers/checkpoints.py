@@ -6,36 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from helpers.families import VOCAB_SIZE, dense_model
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer, SparseEncoder
 from sentence_transformers.base.modules import Normalize, Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForPreTraining,
-    AutoModelForSequenceClassification,
-    BertTokenizer,
-    LlamaTokenizer,
-    PreTrainedModel,
-)
+from transformers import BertTokenizer, LlamaTokenizer, PreTrainedModel
 
 HEADS = {
-    "mlm": AutoModelForMaskedLM,
-    "causal": AutoModelForCausalLM,
-    "pretraining": AutoModelForPreTraining,
-    "classification": AutoModelForSequenceClassification,
+    "mlm": transformers.AutoModelForMaskedLM,
+    "causal": transformers.AutoModelForCausalLM,
+    "pretraining": transformers.AutoModelForPreTraining,
+    "classification": transformers.AutoModelForSequenceClassification,
 }
 
 # The code of a model with task experts in Sentence-Transformers.
-TASK_MOTE = {
-    "architectures_mote.py",
-    "configuration_mote.py",
-    "mixed_batch_mote.py",
-    "modeling_mote.py",
-    "sentence_transformer_mote.py",
-}
+_FILES = ("architectures", "configuration", "mixed_batch", "modeling", "sentence_transformer")
+TASK_MOTE = {f"{name}_mote.py" for name in _FILES}
 
 _LETTERS = list(string.ascii_lowercase)
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *_LETTERS, *("##" + letter for letter in _LETTERS), *":_."]
@@ -59,18 +47,10 @@ def dense_checkpoint(
     tokenizer: bool = True,
     **settings: Any,
 ) -> Path:
-    """A checkpoint of `families.dense_model(family)`.
+    """A checkpoint of `families.dense_model(family, **settings)`, with a head of `HEADS` if one is named.
 
-    Args:
-        folder: Where to write it.
-        family: A row of `families.FAMILIES`.
-        head: A key of `HEADS`: the checkpoint is of that class, with the family's base model in it.
-        format: "safetensors", "bin", or "legacy-bin", the format of torch before 1.6.
-        shards: Cut the weights into several files with an index.
-        sentence_transformers: Make it a Sentence-Transformers model; any of `prompts`, `pooling`, `normalize`,
-            `max_seq_length`.
-        tokenizer: Write a tokenizer.
-        **settings: Of the config.
+    `format` is "safetensors", "bin", or "legacy-bin", that of torch before 1.6. With `sentence_transformers`, any of
+    `prompts`, `pooling`, `normalize` and `max_seq_length`, it is a Sentence-Transformers model.
     """
     model = dense_model(family, **settings)
     if head is not None:
@@ -128,8 +108,13 @@ def _as_sentence_transformer(
         edit_json(folder / "tokenizer_config.json", model_max_length=512)  # older versions left it as it was
 
 
+def assert_same(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
+    """Assert that weights have the same names and the same bits."""
+    assert weights.keys() == others.keys() != set()
+    assert all(weight.equal(others[key]) for key, weight in weights.items())
+
+
 def code_in(folder: Path) -> set[str]:
-    """Names of a folder's Python files."""
     return {path.name for path in folder.glob("*.py")}
 
 
@@ -139,24 +124,20 @@ def files_in(folder: Path) -> set[str]:
 
 
 def contents(folder: Path | str) -> dict[str, bytes]:
-    """All files below a folder, by path."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()
     }
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds."""
     return json.loads(path.read_text())
 
 
 def trusted(folder: Path, **settings: Any) -> SentenceTransformer:
-    """Load with remote code."""
     return SentenceTransformer(str(folder), trust_remote_code=True, **settings)
 
 
 def trusted_sparse(folder: Path, **settings: Any) -> SparseEncoder:
-    """Load a sparse or hybrid encoder with remote code."""
     return SparseEncoder(str(folder), trust_remote_code=True, **settings)
 
 
@@ -176,19 +157,18 @@ def edit_weights(folder: Path, **changes: torch.Tensor | None) -> None:
 
 # As in nomic-ai/nomic-bert-2048, with other numbers than the native config's defaults.
 NOMIC_SETTINGS: dict[str, Any] = {
+    **dict.fromkeys(["causal", "mlp_fc1_bias", "mlp_fc2_bias", "qkv_proj_bias"], False),
+    **dict.fromkeys(["parallel_block", "prenorm", "rotary_emb_interleaved", "use_rms_norm"], False),
+    **dict.fromkeys(["attn_pdrop", "embd_pdrop", "resid_pdrop"], 0.0),
+    **dict.fromkeys(["rotary_emb_scale_base", "rotary_scaling_factor"]),
     "activation_function": "swiglu",
     "architectures": ["NomicBertForPreTraining"],
-    "attn_pdrop": 0.0,
     "auto_map": {
         "AutoConfig": "configuration_hf_nomic_bert.NomicBertConfig",
         "AutoModel": "modeling_hf_nomic_bert.NomicBertModel",
     },
-    "causal": False,
-    "embd_pdrop": 0.0,
     "initializer_range": 0.02,
     "layer_norm_epsilon": 1e-5,
-    "mlp_fc1_bias": False,
-    "mlp_fc2_bias": False,
     "model_type": "nomic_bert",
     "n_embd": 16,
     "n_head": 2,
@@ -196,20 +176,12 @@ NOMIC_SETTINGS: dict[str, Any] = {
     "n_layer": 2,
     "n_positions": 64,
     "pad_vocab_size_multiple": 64,
-    "parallel_block": False,
-    "prenorm": False,
-    "qkv_proj_bias": False,
-    "resid_pdrop": 0.0,
     "rotary_emb_base": 300,
     "rotary_emb_fraction": 1.0,
-    "rotary_emb_interleaved": False,
-    "rotary_emb_scale_base": None,
-    "rotary_scaling_factor": None,
     "tie_word_embeddings": True,
     "torch_dtype": "float32",
     "transformers_version": "4.37.2",
     "type_vocab_size": 2,
-    "use_rms_norm": False,
     "vocab_size": 60,
 }
 NOMIC_WIDTH = 48  # of the feed-forward network: the original rounds n_inner up, and so do we, to multiples of 16
@@ -217,14 +189,10 @@ NOMIC_EMBEDDINGS = 64  # vocab_size, rounded up to pad_vocab_size_multiple
 
 
 def published_nomic(folder: Path, prefix: bool, tokenizer: bool = True, **changes: Any) -> Path:
-    """A checkpoint in one of Nomic's two published formats, made without transformers.
+    """A checkpoint in one of Nomic's two published formats, made without transformers; `changes` are to its settings.
 
-    Args:
-        folder: Where to write it.
-        prefix: True as in nomic-bert-2048: keys under `bert.` next to a `cls` head, in pytorch_model.bin. False as in
-            nomic-embed-text: no prefix, no head, safetensors, and `n_inner` a float.
-        tokenizer: Write a tokenizer.
-        **changes: To the settings.
+    With a prefix it is as nomic-bert-2048: keys under `bert.` next to a `cls` head, in pytorch_model.bin. Without, as
+    nomic-embed-text: no head, safetensors, and `n_inner` a float.
     """
     folder.mkdir(parents=True, exist_ok=True)
     settings = {**NOMIC_SETTINGS, **changes}
@@ -248,8 +216,7 @@ NOMIC_MOE_SETTINGS: dict[str, Any] = {
     "activation_function": "gelu",
     "expert_choice_router": False,
     "ffn_div": 1,
-    "mlp_fc1_bias": True,
-    "mlp_fc2_bias": True,
+    **dict.fromkeys(["mlp_fc1_bias", "mlp_fc2_bias", "qkv_proj_bias"], True),
     "moe_every_n_layers": 2,
     "moe_impl": "megablocks",
     "moe_normalize_expert_weights": False,
@@ -260,20 +227,13 @@ NOMIC_MOE_SETTINGS: dict[str, Any] = {
     "num_experts": 8,
     "num_shared_experts": 0,
     "pad_token_id": 0,
-    "qkv_proj_bias": True,
     "router_aux_loss_coef": 0.1,
     "type_vocab_size": 1,
 }
 
 
 def published_nomic_moe(folder: Path, files: bool = True, **changes: Any) -> Path:
-    """A checkpoint in the format of Nomic Embed v2, made without transformers.
-
-    Args:
-        folder: Where to write it.
-        files: Write a tokenizer, and Sentence-Transformers' files as published.
-        **changes: To the settings, after the weights are made.
-    """
+    """A checkpoint in the format of Nomic Embed v2, made without transformers; `changes` do not affect its weights."""
     folder.mkdir(parents=True, exist_ok=True)
     settings, hidden, inner = NOMIC_MOE_SETTINGS, 16, 24
     shapes: dict[str, tuple[int, ...]] = {
@@ -315,13 +275,7 @@ NV_EMBED_DECODER: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "vocab_size": 64,
 }
-NV_EMBED_LATENTS = {
-    "cross_dim_head": 5,
-    "hidden_dim": 16,
-    "latent_dim": 16,
-    "num_cross_heads": 2,
-    "num_latents_value": 6,
-}
+_LATENTS = {"cross_dim_head": 5, "hidden_dim": 16, "latent_dim": 16, "num_cross_heads": 2, "num_latents_value": 6}
 
 
 def llama_tokenizer(folder: Path) -> Path:
@@ -336,10 +290,8 @@ def llama_tokenizer(folder: Path) -> Path:
 def published_nv_embed(folder: Path, files: bool = True, **changes: Any) -> Path:
     """A checkpoint in the format of NV-Embed, in two shards, made without its code.
 
-    Args:
-        folder: Where to write it.
-        files: Write a card, definitions, and Sentence-Transformers' files.
-        **changes: To the decoder's settings, after the weights are made.
+    `files` are a card, definitions, and Sentence-Transformers'. `changes` to the decoder's settings do not affect its
+    weights.
     """
     llama_tokenizer(folder)
     decoder, width = dense_model("mistral", **NV_EMBED_DECODER, head_dim=8), NV_EMBED_DECODER["hidden_size"]
@@ -362,20 +314,14 @@ def published_nv_embed(folder: Path, files: bool = True, **changes: Any) -> Path
         save_file({key: weights[key] for key in keys}, folder / file, metadata={"format": "pt"})
     weight_map = {key: file for file, keys in files_of.items() for key in keys}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    of_decoder = {"head_dim": 8, "model_type": "bidir_mistral", "rope_theta": 10000.0, "sliding_window": 4096}
     settings = {
         "architectures": ["NVEmbedModel"],
         "auto_map": {"AutoModel": "modeling_nvembed.NVEmbedModel"},
         "is_mask_instruction": True,
-        "latent_attention_config": {**NV_EMBED_LATENTS, "model_type": "latent_attention"},
+        "latent_attention_config": {**_LATENTS, "model_type": "latent_attention"},
         "model_type": "nvembed",
-        "text_config": {
-            **NV_EMBED_DECODER,
-            "head_dim": 8,
-            "model_type": "bidir_mistral",
-            "rope_theta": 10000.0,
-            "sliding_window": 4096,
-            **changes,
-        },
+        "text_config": {**NV_EMBED_DECODER, **of_decoder, **changes},
         "torch_dtype": "float32",
     }
     (folder / "config.json").write_text(json.dumps(settings))
@@ -408,14 +354,13 @@ def _nomic_weights(hidden: int, layers: int) -> dict[str, torch.Tensor]:
         "emb_ln.bias": (hidden,),
     }
     for layer in range(layers):
-        shapes |= {
-            f"encoder.layers.{layer}.attn.Wqkv.weight": (3 * hidden, hidden),
-            f"encoder.layers.{layer}.attn.out_proj.weight": (hidden, hidden),
-            f"encoder.layers.{layer}.mlp.fc11.weight": (NOMIC_WIDTH, hidden),
-            f"encoder.layers.{layer}.mlp.fc12.weight": (NOMIC_WIDTH, hidden),
-            f"encoder.layers.{layer}.mlp.fc2.weight": (hidden, NOMIC_WIDTH),
+        of_layer: dict[str, tuple[int, ...]] = {
+            **{f"norm{i}.{kind}": (hidden,) for i in (1, 2) for kind in ("weight", "bias")},
+            **{"attn.Wqkv.weight": (3 * hidden, hidden), "attn.out_proj.weight": (hidden, hidden)},
+            **{f"mlp.{name}.weight": (NOMIC_WIDTH, hidden) for name in ("fc11", "fc12")},
+            "mlp.fc2.weight": (hidden, NOMIC_WIDTH),
         }
-        shapes |= {f"encoder.layers.{layer}.norm{i}.{kind}": (hidden,) for i in (1, 2) for kind in ("weight", "bias")}
+        shapes |= {f"encoder.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
     return _random_weights(shapes)
 
 

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,28 +17,16 @@ VOCAB_SIZE = 60
 
 _ENCODER = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 _DECODER = {**_ENCODER, "num_key_value_heads": 1, "head_dim": 8}
-_WINDOWED = {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]}
+_WINDOWED = {**_DECODER, "sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]}
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "nomic_bert": _ENCODER,
-    "jina_embeddings_v3": _ENCODER,
-    "gte": _ENCODER,
-    "bert": _ENCODER,
-    "roberta": _ENCODER,
-    "xlm-roberta": _ENCODER,
-    "camembert": _ENCODER,
+    **dict.fromkeys(["nomic_bert", "jina_embeddings_v3", "gte", "bert", "roberta", "xlm-roberta"], _ENCODER),
+    **dict.fromkeys(["camembert", "ernie", "mpnet"], _ENCODER),
     "electra": {**_ENCODER, "embedding_size": 16},
-    "ernie": _ENCODER,
-    "mpnet": _ENCODER,
     "distilbert": {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32},
     "modernbert": {**_ENCODER, "local_attention": 4, "global_attn_every_n_layers": 2},
-    "eurobert": _DECODER,
-    "mistral": _DECODER,
-    "qwen2": _DECODER,
-    "qwen3": _DECODER,
-    "llama": _DECODER,
-    "gemma2": {**_DECODER, **_WINDOWED},
-    "gemma3_text": {**_DECODER, **_WINDOWED},
+    **dict.fromkeys(["eurobert", "mistral", "qwen2", "qwen3", "llama"], _DECODER),
+    **dict.fromkeys(["gemma2", "gemma3_text"], _WINDOWED),
 }
 
 EAGER_ONLY = {"mpnet", "gemma2"}  # in transformers itself
@@ -45,18 +34,12 @@ NOT_CHECKPOINTED = {"mpnet"}  # by transformers itself
 
 EXPERTS = ["alpha", "beta"]
 
-
 # One for each pair of layer path and shared modules in `ARCHITECTURES`; the others run in the tier `families`.
 REPRESENTATIVES = {"nomic_bert", "bert", "mpnet", "distilbert", "modernbert", "qwen3", "gemma3_text"}
 
 
 def family(name: str, default: bool | None = None) -> Any:
-    """One row, skipped where the installed transformers lacks the architecture.
-
-    Args:
-        name: A key of `FAMILIES`.
-        default: Whether it runs by default, not in the tier `families`; None: if it is a representative.
-    """
+    """One row, skipped where transformers lacks it; by default, only representatives are not in the tier `families`."""
     missing = name not in CONFIG_MAPPING
     marks = [pytest.mark.skipif(missing, reason="not in this version of transformers")]
     if not (name in REPRESENTATIVES if default is None else default):
@@ -126,13 +109,12 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def assert_near(found: Any, expected: Any, tolerance: float = 1e-6) -> None:
-    """Assert that embeddings are equal, up to a tolerance."""
     assert np.shape(found) == np.shape(expected)
     assert np.abs(np.asarray(found) - np.asarray(expected)).max() <= tolerance
 
 
 def real_difference(one: torch.Tensor, other: torch.Tensor, mask: torch.Tensor) -> float:
-    """Largest difference where the mask is 1."""
+    """The largest difference where the mask is 1."""
     return difference(one[mask.bool()], other[mask.bool()])
 
 
@@ -144,11 +126,8 @@ def in_threads(count: int, serve: Callable[[int], None]) -> None:
         barrier.wait()
         serve(thread)
 
-    threads = [threading.Thread(target=begin, args=(thread,)) for thread in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(begin, range(count)))
 
 
 def assert_threads_agree(embed: Callable[[int, int], list[torch.Tensor]], turns: int, threads: int = 8) -> None:
@@ -168,5 +147,4 @@ def assert_threads_agree(embed: Callable[[int, int], list[torch.Tensor]], turns:
 
 
 def rows_of(inputs: dict[str, torch.Tensor], *rows: int) -> dict[str, torch.Tensor]:
-    """Some rows of a batch."""
     return {name: value[list(rows)] for name, value in inputs.items()}

@@ -18,29 +18,17 @@ FEED_FORWARD_FAMILIES = ["nomic_bert", "jina_embeddings_v3", "gte", "bert", "dis
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of model.
-
-    Attributes:
-        name: Model type.
-        fresh: Makes a model of a family, whose experts are copies.
-        trained: Makes one whose experts differ.
-        tasks: Tasks of the four rows of a mixed batch.
-        families: Rows of the families in which its properties are tested.
-        tolerance: Difference to the dense model where all experts are copies.
-        settings: Values other than the defaults, which a saved model keeps.
-        flags: Arguments that ask for what the kind alone returns.
-        is_trained: Whether its weights get gradients.
-    """
+    """A kind of model."""
 
     name: str
-    fresh: Callable[..., Any]
-    trained: Callable[..., Any]
-    tasks: list[str]
-    families: list[Any]
-    tolerance: float = 0.0
-    settings: dict[str, Any] = field(default_factory=dict)
-    flags: dict[str, bool] = field(default_factory=dict)
-    is_trained: bool = True
+    fresh: Callable[..., Any]  # makes a model of a family, whose experts are copies
+    trained: Callable[..., Any]  # makes one whose experts differ
+    tasks: list[str]  # of the four rows of a mixed batch
+    families: list[Any]  # in which its properties are tested
+    tolerance: float = 0.0  # difference to the dense model where all experts are copies
+    settings: dict[str, Any] = field(default_factory=dict)  # other than the defaults, which a saved model keeps
+    flags: dict[str, bool] = field(default_factory=dict)  # arguments that ask for what the kind alone returns
+    is_trained: bool = True  # whether its weights get gradients
 
     def outputs(self, model: PreTrainedModel, inputs: dict[str, torch.Tensor] | None = None) -> list[torch.Tensor]:
         """Embeddings under two tasks, and in a batch of both."""

@@ -30,7 +30,6 @@ VERBS: dict[str, Callable[[Any], Any]] = {
 
 
 def add(src: Path, start: str | Path, out: Path | None, name: str | None = None, **settings: Any) -> Path:
-    """`mote experts add`."""
     found = open_word(str(start))
     name = name or (found.name if isinstance(found, ExpertArtefact) else str(found))
     options = WriteOptions(overwrite=settings.pop("overwrite", False))
@@ -38,31 +37,25 @@ def add(src: Path, start: str | Path, out: Path | None, name: str | None = None,
 
 
 def merge(src: Path, experts: Mapping[str, float], name: str, out: Path, **settings: Any) -> Path:
-    """`mote experts merge`."""
     found = {open_word(word): weight for word, weight in experts.items()}
     return mote.transform(src, out, mote.experts.merge, found, name, **settings)
 
 
-def average(src: Path, out: Path, **options: Any) -> Path:
-    """`mote average`."""
-    return mote.transform(src, out, mote.experts.average, options=WriteOptions(**options))
+def average(src: Path, out: Path) -> Path:
+    return mote.transform(src, out, mote.experts.average)
 
 
-def interpolate(src: Path, out: Path, weight: Any, **options: Any) -> Path:
-    """`mote interpolate`."""
-    return mote.transform(src, out, mote.experts.interpolate, weight, options=WriteOptions(**options))
+def interpolate(src: Path, out: Path, weight: Any) -> Path:
+    return mote.transform(src, out, mote.experts.interpolate, weight)
 
 
-def compress(src: Path, out: Path, *, rank: int | None = None, bits: int | None = None, **options: Any) -> Path:
-    """`mote compress`."""
-    how = {"rank": rank} if bits is None else {"bits": bits}
-    return mote.transform(src, out, mote.experts.compress, **how, options=WriteOptions(**options))
+def compress(src: Path, out: Path, **way: int) -> Path:
+    return mote.transform(src, out, mote.experts.compress, **way)
 
 
 def export(
     src: Path, out: Path, expert: str, backend: str = "torch", quantize: str | None = None, **options: Any
 ) -> Path:
-    """`mote export`."""
     after = None
     if backend != "torch":
         after = partial(convert, backend=backend, quantize=quantize, texts=read_texts())

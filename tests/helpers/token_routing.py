@@ -16,7 +16,6 @@ EXPERTS = ["a", "b", "c", "d"]
 
 
 def upcycled(dense: PreTrainedModel, **settings: Any) -> TokenRoutedModel:
-    """A token-routed model of a dense one."""
     config = TokenRoutedConfig(**{"backbone_config": dense.config, "experts": EXPERTS, **settings})
     return TokenRoutedModel(config, dense).eval()
 
@@ -65,9 +64,20 @@ def without_dropout(model: nn.Module) -> Any:
     return model.train()
 
 
+def loss_weights(model: nn.Module) -> list[float]:
+    """The factors of the load-balancing loss in the blocks, which passes append here."""
+    weights: list[float] = []
+    for module in model.modules():
+        if type(module).__name__ == "TokenRoutedFeedForward":  # by name: remote code is another class
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs: weights.append(kwargs["routing"].loss_weight), with_kwargs=True
+            )
+    return weights
+
+
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The gradient of each parameter."""
-    return {key: parameter.grad for key, parameter in model.named_parameters()}
+    """Copies of the gradients that there are."""
+    return {key: each.grad.clone() for key, each in model.named_parameters() if each.grad is not None}
 
 
 def relative(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,39 +1,32 @@
 """The files that a saved model carries: which, how long, and what a user reads where they do not work."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.checkpoints import TASK_MOTE, code_in
-from helpers.families import batch, difference, fresh_mote, trained_mote
-from helpers.kinds import EIGHT_BITS, HIERARCHICAL, TOKEN_ROUTED
+from helpers.families import batch, difference, fresh_mote
+from helpers.kinds import EIGHT_BITS, HIERARCHICAL, MOTE, TOKEN_ROUTED
 from helpers.processes import run_as_stranger
 from transformers import AutoModel, PreTrainedModel
 
 from mote.remote.attention_pooling_mote import AttentionPoolingConfig, AttentionPoolingModel
 from mote.remote.configuration_mote import INSTALL
 
-WITHOUT_SENTENCE_TRANSFORMERS = TASK_MOTE - {"sentence_transformer_mote.py"}
 
-
-def pooled() -> AttentionPoolingModel:
-    settings = {**fresh_mote("bert").config.to_dict(), "pooling": "latent_attention", "pooling_latents": 3}
+def pooled(family: str) -> AttentionPoolingModel:
+    settings = {**fresh_mote(family).config.to_dict(), "pooling": "latent_attention", "pooling_latents": 3}
     torch.manual_seed(0)
     return AttentionPoolingModel(AttentionPoolingConfig(**settings)).eval()
 
 
-MODELS = {
-    "mote": (lambda: trained_mote("bert"), WITHOUT_SENTENCE_TRANSFORMERS),
-    "mote_token_routed": (
-        lambda: TOKEN_ROUTED.trained("bert"),
-        WITHOUT_SENTENCE_TRANSFORMERS | {"token_routing_mote.py"},
-    ),
-    "mote_compressed": (lambda: EIGHT_BITS.trained("bert"), WITHOUT_SENTENCE_TRANSFORMERS | {"compression_mote.py"}),
-    "mote_attention_pooling": (pooled, WITHOUT_SENTENCE_TRANSFORMERS | {"attention_pooling_mote.py"}),
-    "mote_hierarchical": (
-        lambda: HIERARCHICAL.trained("bert"),
-        WITHOUT_SENTENCE_TRANSFORMERS | {"hierarchical_mote.py", "token_routing_mote.py"},
-    ),
+FILES = {
+    MOTE.trained: set(),
+    TOKEN_ROUTED.trained: {"token_routing_mote.py"},
+    EIGHT_BITS.trained: {"compression_mote.py"},
+    HIERARCHICAL.trained: {"hierarchical_mote.py", "token_routing_mote.py"},
+    pooled: {"attention_pooling_mote.py"},
 }
 
 
@@ -46,15 +39,15 @@ def test_a_task_model_carries_five_files_that_are_read_in_ten_minutes(trained_fo
         assert not any(word in text.lower() for word in ("router", "balanc", "aux_loss", "low-rank", "8-bit"))
 
 
-@pytest.mark.parametrize("model_type", list(MODELS))
-def test_each_kind_of_model_carries_its_own_files(model_type: str, tmp_path: Path) -> None:
-    make, files = MODELS[model_type]
-    model: PreTrainedModel = make()
+@pytest.mark.parametrize("make", FILES)
+def test_each_kind_of_model_carries_its_own_files(make: Callable[[str], PreTrainedModel], tmp_path: Path) -> None:
+    model = make("bert")
+    model_type = model.config.model_type
     with torch.no_grad():
         expected = model(**batch(), task=list(model.config.tasks)[1]).pooler_output
     for folder in (tmp_path / "one", tmp_path / "two"):  # saved by the installed classes, then by those of `one`
         model.save_pretrained(folder)
-        assert code_in(folder) == files
+        assert code_in(folder) == TASK_MOTE - {"sentence_transformer_mote.py"} | FILES[make]
         model = AutoModel.from_pretrained(folder, trust_remote_code=True)
         assert type(model).__module__.startswith("transformers_modules.")
         assert model.config.model_type == model_type
@@ -81,18 +74,12 @@ importlib.metadata.version = lambda name: "5.1.0" if name == {library!r} else ve
 """
 
 
-def test_an_old_transformers_is_named(tmp_path: Path) -> None:
-    trained_mote("bert").save_pretrained(tmp_path / "model")
-    assert last_lines(tmp_path / "model", OLD_VERSION.format(library="transformers"))[-1] == INSTALL
-
-
 @pytest.mark.parametrize("library", ["transformers", "sentence-transformers"])
-def test_versions_that_sentence_transformers_needs(library: str, trained_folder: Path) -> None:
+def test_an_old_version_is_named(library: str, trained_folder: Path) -> None:
     setup = OLD_VERSION.format(library=library) + (
         "import sentence_transformers\nsys.modules['sentence_transformers.base.modules'] = None\n"
         f"sentence_transformers.SentenceTransformer({str(trained_folder)!r}, trust_remote_code=True)"
     )
-    lines = last_lines(trained_folder, setup)
-    least = {"transformers": "5.17", "sentence-transformers": "6.0"}[library]
-    wanted = f"ImportError: {library}>={least} is required for a normal functioning of this module, but found "
-    assert lines[-2:] == [f"{wanted}{library}==5.1.0.", INSTALL]
+    *_, found, remedy = last_lines(trained_folder, setup)
+    assert f"{library}>=" in found
+    assert remedy == INSTALL

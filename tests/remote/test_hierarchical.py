@@ -26,9 +26,6 @@ TASKS = ["x", "y", "y", "x"]
 IMPLEMENTATIONS = ["eager", "batched_mm", "grouped_mm"]
 
 
-# At the start --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("routed", ["every", [1]])
 @pytest.mark.parametrize(
     "name", [family(name, name in ("bert", "nomic_bert", "jina_embeddings_v3")) for name in FAMILIES]
@@ -49,28 +46,23 @@ def test_every_task_gives_the_source_exactly(name: str, routed: str | list[int],
                     assert difference(logits, other) == 0.0
 
 
-@pytest.mark.parametrize("layers", [[0], [1]])
-def test_blocks_without_task_experts_stay_as_they_are(layers: list[int]) -> None:
-    source, inputs = trained("bert", mote_layers=[1]), batch()
-    model = make_different(fresh_hierarchical(source, mote_layers=layers))
-    other = f"backbone.encoder.layer.{1 - layers[0]}."
+@pytest.mark.parametrize("layer", [0, 1])
+def test_blocks_without_task_experts_stay_as_they_are(layer: int) -> None:
+    source = trained("bert", mote_layers=[1])
+    model = make_different(fresh_hierarchical(source, mote_layers=[layer]))
+    other = f"backbone.encoder.layer.{1 - layer}."
     found = {key for key in model.state_dict() if key.startswith(f"backbone.{other}")}
     assert found == {f"backbone.{key}" for key in source.state_dict() if key.startswith(other)}
     with torch.no_grad():
-        outputs = [model(**inputs, task=task).pooler_output for task in ("x", "y")]
-    assert difference(*outputs) > 1e-3
+        assert difference(*(model(**batch(), task=task).pooler_output for task in ("x", "y"))) > 1e-3
 
 
-@pytest.mark.parametrize("experts", [["x"], ["x", "y"]])
-def test_parameter_counts(experts: list[str]) -> None:
+def test_parameter_counts() -> None:
     source = trained("bert", mote_layers=[1])
-    of_source, counts = parameter_counts(source), parameter_counts(fresh_hierarchical(source, experts=experts))
+    of_source, counts = parameter_counts(source), parameter_counts(fresh_hierarchical(source))
     assert counts["active"] == of_source["active"] < of_source["total"]  # 2 of the 4 networks of one task expert
     assert counts["shared"] + counts["experts"]["x"] == of_source["total"]
-    assert counts["total"] == counts["shared"] + len(experts) * counts["experts"]["x"]
-
-
-# Two levels ----------------------------------------------------------------------------------------------------------
+    assert counts["total"] == counts["shared"] + 2 * counts["experts"]["x"]
 
 
 def test_a_router_decides_for_its_task_alone() -> None:
@@ -89,45 +81,17 @@ def test_implementations_agree_in_all_experts_also_in_copies(tmp_path: Path) -> 
     model.save_pretrained(tmp_path)
     add(model, "z", "x")
     outputs = []
-    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        for implementation in IMPLEMENTATIONS:
-            one.set_experts_implementation(implementation)
-            stacks = [module for module in one.modules() if isinstance(module, FeedForwardExperts)]
-            assert [stack.config._experts_implementation for stack in stacks] == [implementation] * 3
-            with torch.no_grad():
-                outputs.append(one(**inputs, task="z").last_hidden_state)
     for implementation in IMPLEMENTATIONS:
         loaded = HierarchicalMoTEModel.from_pretrained(tmp_path, experts_implementation=implementation)
-        stacks = [module for module in loaded.modules() if isinstance(module, FeedForwardExperts)]
-        assert [stack.config._experts_implementation for stack in stacks] == [implementation] * 2
-        with torch.no_grad():
-            outputs.append(loaded(**inputs, task="x").last_hidden_state)
+        copies = [model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        for one in copies:
+            one.set_experts_implementation(implementation)
+        for one in (loaded, *copies):
+            stacks = [module for module in one.modules() if isinstance(module, FeedForwardExperts)]
+            assert {stack.config._experts_implementation for stack in stacks} == {implementation}
+            with torch.no_grad():
+                outputs.append(one(**inputs, task="x" if one is loaded else "z").last_hidden_state)
     assert max(difference(out, outputs[0]) for out in outputs) <= 1e-5
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, "auto"])
-def test_the_type_of_the_weights(dtype: Any, tmp_path: Path) -> None:
-    trained_hierarchical().to(torch.bfloat16 if dtype == "auto" else torch.float32).save_pretrained(tmp_path)
-    loaded = HierarchicalMoTEModel.from_pretrained(tmp_path, dtype=dtype)
-    assert {weight.dtype for weight in loaded.parameters()} == {torch.bfloat16}
-    assert loaded(**batch(), task="x").pooler_output.dtype == torch.bfloat16
-
-
-# Training ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_step_trains_the_expert_in_use_its_router_and_what_is_shared() -> None:
-    model = without_dropout(trained_hierarchical(router_aux_loss_coef=1.0))
-    before = {key: weight.clone() for key, weight in model.state_dict().items()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    model(**batch(), task="x").pooler_output.square().sum().backward()
-    optimizer.step()
-    changed = {key for key, weight in model.state_dict().items() if not weight.equal(before[key])}
-    assert not [key for key in changed if ".experts.y." in key]
-    ours = {key for key in before if ".experts.y." not in key}
-    unused = {key for key in ours if "embeddings" in key}  # segments and positions have rows that no text has
-    assert ours - unused <= changed
-    assert "backbone.backbone.encoder.layer.1.experts.x.feed_forward.router.weight" in changed
 
 
 def test_the_loss_reaches_the_router_in_use() -> None:
@@ -141,28 +105,21 @@ def test_the_loss_reaches_the_router_in_use() -> None:
         (["x", "y"] * 2, None, {"x": 0.5, "y": 0.5}),
     ):
         rows = rows_of(inputs, 1, 1, 1, 1)  # of one length, so that each task is one group
-        by_itself = backward(model, rows, task=tasks, **({} if share is None else {"balance_share": share}))
-        by_itself = {key: gradient for key, gradient in by_itself.items() if gradient is not None}
+        by_itself = backward(model, rows, task=tasks, balance_share=share)
         without.zero_grad()
         loss = without(**rows, task=tasks).pooler_output.square().sum()
         for task, weight in passes.items():
             logits = without(**rows, task=task, output_router_logits=True).router_logits
             loss = loss + 3.0 * weight * load_balancing_loss(logits, rows["attention_mask"])
         loss.backward()
-        expected = {key: gradient for key, gradient in gradients(without).items() if gradient is not None}
-        same_gradients(by_itself, expected, 1e-4)
-        assert {task for task in ("x", "y") if any(f".{task}.feed_forward.router" in key for key in by_itself)} == {
-            *passes
-        }
-
-
-# What is refused -----------------------------------------------------------------------------------------------------
+        same_gradients(by_itself, gradients(without), 1e-4)
+        assert {key.split(".experts.")[1][0] for key in by_itself if ".experts." in key} == {*passes}
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"backbone_config": {"model_type": "bert"}}, "must be that of a token-routed model, got 'bert'"),
+        ({"backbone_config": {"model_type": "bert"}}, "Unknown model_type of backbone_config: 'bert'"),
         ({"backbone_config": {"num_experts_per_tok": 9}}, "from 1 to 4, the number of experts, got 9"),
         ({"mote_layers": [12]}, "the backbone has 12 layers"),
     ],

