@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -55,15 +54,6 @@ def test_a_link_is_replaced_and_not_what_it_points_to(tmp_path: Path) -> None:
     assert files.read_json(tmp_path / "link.json", list) == [1]
 
 
-def test_files_that_belong_together(tmp_path: Path) -> None:
-    paths = [tmp_path / "a", tmp_path / "b"]
-    with pytest.raises(KeyError), ExitStack() as stack:  # noqa: PT012
-        for path in paths:
-            stack.enter_context(files.replaced(path)).write_text("new")
-        raise KeyError
-    assert names(tmp_path) == []
-
-
 def test_leftovers(tmp_path: Path) -> None:
     with files.replaced(tmp_path / "sub" / "file") as temporary:
         temporary.write_text("x")
@@ -79,18 +69,12 @@ def test_leftovers(tmp_path: Path) -> None:
         (b"{", "is not valid JSON"),
         (b"\xff", "is not valid JSON"),
         (b"[" * 100_000, "is not valid JSON"),
-        (b"[]", "must hold a dict"),
     ],
 )
 def test_damaged_json(content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "file.json").write_bytes(content)
     with pytest.raises(ValueError, match=f"file.json {message}"):
         files.read_json(tmp_path / "file.json")
-
-
-def test_hash(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"abc")
-    assert files.sha256_of(tmp_path / "file") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
 
 
 def test_a_lock_is_held_once(tmp_path: Path) -> None:
@@ -147,8 +131,3 @@ def test_an_atomic_folder(system: str, tmp_path: Path) -> None:
         pass
     assert names(tmp_path) == ["out"]
     assert names(tmp_path / "out") == ["file"]
-
-
-def test_space(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match=r"new needs 1,000,000,000,000\.0 MB, but its disk has "):
-        files.require_space(tmp_path / "new", 10**18)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,10 +56,8 @@ def run(server: HubServer, home: Path, *command: str, token: str | None = "hf_wr
     """Run Python with a cache and a login of its own; return what it printed."""
     home.mkdir(exist_ok=True)
     environment = {**server.environment(home, token=token), "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, *command]
-    done = subprocess.run(
-        words, env=environment, cwd=home, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
+    settings: dict[str, Any] = {"env": environment, "cwd": home, "stdin": subprocess.DEVNULL}
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False, **settings)
     assert done.returncode == status, done.stderr
     return str(done.stdout + done.stderr)
 
@@ -180,13 +179,8 @@ def test_a_hub_that_cannot_be_reached(
         push(tmp_path, "user/tiny", ["config.json"])
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("nobody/nothing", "neither a folder nor available on the Hub"),
-        ("not a name", "neither a folder nor available on the Hub"),
-    ],
-)
-def test_a_source_that_the_hub_does_not_have(name: str, message: str, server: HubServer, tmp_path: Path) -> None:
-    assert message in upcycle(server, tmp_path, "--src", name, status=1)
+@pytest.mark.parametrize("name", ["nobody/nothing", "not a name"])
+def test_a_source_that_the_hub_does_not_have(name: str, server: HubServer, tmp_path: Path) -> None:
+    printed = upcycle(server, tmp_path, "--src", name, status=1)
+    assert "neither a folder nor available on the Hub" in printed
     assert list((tmp_path / "home").glob("*mote*")) == []

@@ -41,7 +41,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mote.checkpoints.reading import open_mote
 from mote.checkpoints.st_settings import retrieval_in
-from mote.inference.loading import check_device, load_any_encoder
+from mote.inference.loading import load_any_encoder
 from mote.remote.configuration_mote import alternatives
 
 PATHS = "POST /v1/embeddings, GET /v1/models, GET /health, GET /metrics"
@@ -404,7 +404,6 @@ def main() -> None:
         signal.signal(number, lambda *_: sys.exit(0))
     options = arguments()
     try:
-        check_device(options.device)
         source = open_mote(options.model, options.revision)
         with listen(options.host, options.port) as listener:
             retrieval = retrieval_in(source.folder).kind

@@ -31,9 +31,6 @@ def replaced(path: Path) -> Iterator[Path]:
 
     After an error the temporary file is removed, and the place holds what it held before. A link is replaced, not
     followed. Several files that belong together: enter them into one `contextlib.ExitStack`.
-
-    Raises:
-        OSError: As raised while writing, with the name of the file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{_TEMPORARY}{uuid.uuid4().hex}-{path.name}")
@@ -57,16 +54,13 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def read_json(path: Path, kind: type = dict, missing_ok: bool = False) -> Any:
-    """Read a JSON file that holds a `kind`; with `missing_ok`, one that does not exist is empty."""
+    """Read a JSON file; with `missing_ok`, one that does not exist is an empty `kind`."""
     if missing_ok and not path.is_file():
         return kind()
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, kind):
-        raise ValueError(f"{path} must hold a {kind.__name__}, got a {type(content).__name__}")  # noqa: TRY004
-    return content
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -90,13 +84,7 @@ def lock(path: Path) -> Iterator[None]:
     """Hold a lock file, which is removed at the end; it is free again when the process ends, however it ends.
 
     Child processes do not hold it, so that a worker which outlives its killed parent does not either. A file system
-    without locks excludes nobody.
-
-    Args:
-        path: The lock file, in the folder that it protects; the folder is created, and removed if it stays empty.
-
-    Raises:
-        BlockingIOError: If another thread or process holds it; the message names the folder and the holder.
+    without locks excludes nobody. The folder that it protects is created, and removed if it stays empty.
     """
     new_folders = [folder for folder in path.absolute().parents if not folder.exists()]
     while True:
@@ -303,17 +291,3 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
     finally:
         if descriptor is not None:
             os.close(descriptor)
-
-
-# Before writing ------------------------------------------------------------------------------------------------------
-
-
-def require_space(out: Path, size: int) -> None:
-    """Raise `OSError` unless `size` bytes fit on the disk of `out`; the message says how many are free."""
-    out = out.resolve()
-    free = shutil.disk_usage(next(place for place in (out, *out.parents) if place.exists())).free
-    if size > free:
-        raise OSError(
-            f"{out} needs {size / 1e6:,.1f} MB, but its disk has {free / 1e6:,.1f} MB left: free some, or write "
-            "elsewhere"
-        )

@@ -4,23 +4,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    HTTPError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 from huggingface_hub.utils import validate_repo_id
 
 
 @contextmanager
 def explained(problem: str, kind: type[OSError] | None = None, remedy: str = "") -> Iterator[None]:
-    """Raise the client's errors as built-in ones, on one line: the problem, the client's message, a remedy.
-
-    Without a `kind` it is a `PermissionError` for an answer of the Hub, else a `ConnectionError`.
-    """
+    """Raise the client's errors as built-in ones, on one line, for an answer of the Hub and for none."""
     try:
         yield
     except (HTTPError, OSError, HFValidationError) as error:  # httpx's connection errors are not OSErrors
@@ -38,40 +29,28 @@ def local_folder(src: str | Path, revision: str | None) -> Path | None:
 
 
 def fetch(src: str, revision: str | None, patterns: list[str]) -> Path:
-    """Download the files of a Hub repository that match one of the patterns, into the Hub's cache."""
+    """Download the files of a Hub repository that match one of the patterns, into the cache's folder of its commit."""
     login = "For a private or gated one, log in with `hf auth login`"
     with explained(f"{src} is neither a folder nor available on the Hub", FileNotFoundError, login):
         return Path(snapshot_download(src, revision=revision, allow_patterns=patterns))
 
 
 def commit_of(model: str, revision: str | None = None) -> str | None:
-    """Make sure that a model exists, and find its newest commit on the Hub; None for a folder.
+    """Find the newest commit of a model on the Hub, or, if the Hub does not answer, the downloaded one.
 
-    If the Hub does not answer, it is the commit that was downloaded.
+    None for a folder, which must not be an adapter.
     """
-    if (folder := local_folder(model, revision)) is not None:
-        _require_model(folder)
-        return None
-    with explained(f"{model} is neither a folder nor available on the Hub", FileNotFoundError):
-        try:
-            return str(HfApi().model_info(model, revision=revision).sha)
-        except (RepositoryNotFoundError, RevisionNotFoundError):
-            raise
-        except (HTTPError, OSError):  # busy, or out of reach
-            file = try_to_load_from_cache(model, "config.json", revision=revision)
-            if not isinstance(file, str):
-                raise
-            return Path(file).parent.name
+    folder = local_folder(model, revision)
+    if folder is None:
+        return fetch(model, revision, ["config.json", "modules.json"]).name
+    refuse_adapter(folder, model)
+    return None
 
 
-def _require_model(folder: Path) -> None:
+def refuse_adapter(folder: Path, name: str) -> None:
+    """Raise `ValueError` if a folder holds an adapter, whose files say nothing about the weights that it adapts."""
     if any(file for place in (".", "0_*") for file in folder.glob(f"{place}/adapter_config.json")):
-        raise ValueError(
-            f"{folder} holds an adapter (adapter_config.json), not the model that it adapts: merge the two first, with "
-            "PEFT's `merge_and_unload`, and save the result"
-        )
-    if not (folder / "config.json").is_file() and not (folder / "modules.json").is_file():
-        raise FileNotFoundError(f"{folder} has neither config.json nor modules.json: it is not a model")
+        raise ValueError(f"{name} is a PEFT adapter: merge it into its base model first (merge_and_unload)")
 
 
 def check_before_push(repo_id: str) -> str:

@@ -379,7 +379,7 @@ def test_names_are_resolved_before_anything_is_loaded(
     monkeypatch.delattr(PreTrainedConfig, "get_config_dict")
     assert main(["analyze", str(trained_folder), "no/such"]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("error: no/such is neither a folder nor available on the Hub: Cannot reach ")
+    assert error.startswith("error: no/such is neither a folder nor available on the Hub: Cannot find ")
     assert error.count("\n") == 1
 
 

@@ -195,15 +195,6 @@ datasets:
 - you/pairs
 pipeline_tag: sentence-similarity
 library_name: sentence-transformers
-metrics:
-- cosine_accuracy
-model-index:
-- name: x
-  results:
-  - task: {type: triplet, name: Triplet}
-    dataset: {name: dev, type: dev}
-    metrics:
-    - {type: cosine_accuracy, value: 0.5, name: Cosine Accuracy}
 ---
 
 # SentenceTransformer based on you/tiny-mote
@@ -216,10 +207,6 @@ A paragraph of the author.
 
 - **Maximum Sequence Length:** 32 tokens
 
-```
-## no heading: SentenceTransformer(…)
-```
-
 ## Usage
 
 ```python
@@ -231,24 +218,10 @@ model = SentenceTransformer("sentence_transformers_model_id")
 *in a comment*
 -->
 
-## Evaluation
-
-| metric | value |
-
 ## Training Details
 
 #### pairs
 * Loss: <code>MultipleNegativesRankingLoss</code>
-
-<!--
-## Glossary
--->
-
-## Citation
-
-```bibtex
-## @article
-```
 """
 
 
@@ -282,14 +255,10 @@ def test_what_the_trainer_wrote_is_kept(folder: Path) -> None:
     assert write_card(folder) == card
     before, after = yaml.safe_load(TRAINED.split("---")[1]), metadata_load(folder / "README.md")
     assert {"mote", "custom_code", "generated_from_trainer", "loss:MultipleNegativesRankingLoss"} <= set(after["tags"])
-    for name in ("language", "license", "base_model", "widget", "datasets", "metrics", "model-index"):
+    for name in ("language", "license", "base_model", "widget", "datasets"):
         assert after[name] == before[name]
     headings = [line for line in card.splitlines() if line.startswith("## ")]
-    assert headings == [
-        *("## Tasks", "## Use"),
-        *("## Model Details", "## no heading: SentenceTransformer(…)", "## Evaluation", "## Training Details"),
-        *("## Glossary", "## Citation", "## @article", "## How it was made"),
-    ]
+    assert headings == ["## Tasks", "## Use", "## Model Details", "## Training Details", "## How it was made"]
     assert "sentence_transformers_model_id" not in card
     assert "Out-of-Scope" not in card
     assert 'SentenceTransformer("my-mote", trust_remote_code=True)' in card
@@ -382,18 +351,6 @@ def test_without_a_card_and_without_a_record(folder: Path, dense: Path, tmp_path
     with pytest.raises(ValueError, match="is not a MoTE, and has no mote"):
         write_card(plain)
     assert not (plain / "README.md").exists()
-
-
-def test_the_form_of_transformers_is_replaced(folder: Path) -> None:
-    card = ModelCard.from_template(
-        ModelCard("---\ntags: [x]\n---\n").data,
-        model_description="This is the model card of a model. This model card has been automatically generated.",
-    )
-    card.save(folder / "README.md")
-    assert "[More Information Needed]" in (folder / "README.md").read_text()
-    text = write_card(folder)
-    assert "[More Information Needed]" not in text
-    assert {"x", "mote"} <= set(metadata_load(folder / "README.md")["tags"])
 
 
 def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,16 +82,16 @@ def test_a_nomic_without_a_tokenizer_has_that_of_bert(tmp_path: Path, monkeypatc
 # The way back ---------------------------------------------------------------------------------------------------------
 
 
-def published_expert(source: Path, folder: Path, **upcycling: Any) -> Path:
-    """An expert of an upcycled checkpoint, in Nomic's published format."""
+def exported_expert(source: Path, folder: Path, **upcycling: Any) -> Path:
+    """An expert of an upcycled checkpoint, in Nomic's published format and the native one."""
     upcycle(str(source), folder / "mote", experts=["clustering"], **upcycling)
-    return transform(folder / "mote", folder / "out", export, "clustering", format="published")
+    return transform(folder / "mote", folder / "out", export, "clustering")
 
 
 @pytest.mark.parametrize("prefix", [True, False])
 def test_the_published_format_comes_back(prefix: bool, tmp_path: Path) -> None:
     source = published_nomic(tmp_path / "nomic", prefix, max_trained_positions=32, pad_token_id=3)
-    out = published_expert(source, tmp_path)
+    out = exported_expert(source, tmp_path)
     tensors, expected = load_file(out / "model.safetensors"), published_tensors(source)
     left_out = {key for key in expected if key.startswith("cls.")}
     assert tensors.keys() == expected.keys() - left_out
@@ -107,7 +107,7 @@ def test_the_published_format_comes_back(prefix: bool, tmp_path: Path) -> None:
 
 
 def test_the_published_format_is_read_by_transformers_and_by_us(tmp_path: Path) -> None:
-    out = published_expert(published_nomic(tmp_path / "nomic", False), tmp_path)
+    out = exported_expert(published_nomic(tmp_path / "nomic", False), tmp_path)
     inputs = batch()
     mote = MoTEModel.from_pretrained(tmp_path / "mote")
     again = MoTEModel.from_pretrained(upcycle(str(out), tmp_path / "again", experts=["clustering"]))
@@ -115,7 +115,7 @@ def test_the_published_format_is_read_by_transformers_and_by_us(tmp_path: Path) 
         expected = mote(**inputs, task="clustering").last_hidden_state
         assert AutoModel.from_pretrained(out)(**inputs).last_hidden_state.equal(expected)
         assert again(**inputs, task="clustering").last_hidden_state.equal(expected)
-    assert open_dense(str(out)).format == "nomic"
+    assert open_dense(str(out)).format == "transformers"
     assert read_as_server(out)["pooling"] == "mean"
 
 
@@ -127,17 +127,17 @@ def test_the_published_format_is_read_by_transformers_and_by_us(tmp_path: Path) 
         ("head_dim", 4),
     ],
 )
-def test_what_the_published_format_cannot_express_is_refused(setting: str, value: Any) -> None:
+def test_what_the_published_format_cannot_express_is_native_only(setting: str, value: Any) -> None:
     config = trained_mote("nomic_bert").config.backbone_config
+    assert nomic.published_settings(config)["n_embd"] == config.hidden_size
     setattr(config, setting, value)
-    with pytest.raises(ValueError, match=f"published format of NomicBERT cannot express {setting}="):
-        nomic.published_settings(config)
+    assert nomic.published_settings(config) == {}
 
 
 @pytest.mark.slow
 def test_the_fixture_comes_back(shared: Path, tmp_path: Path) -> None:
     source = shared / "fixtures" / "nomic-embed-original"
-    out = published_expert(source, tmp_path, tokenizer=str(tiny_tokenizer(tmp_path / "tokenizer")))
+    out = exported_expert(source, tmp_path, tokenizer=str(tiny_tokenizer(tmp_path / "tokenizer")))
     tensors, original = load_file(out / "model.safetensors"), load_file(source / "model.safetensors")
     assert tensors.keys() == original.keys()
     assert all(tensors[key].equal(original[key]) for key in tensors)

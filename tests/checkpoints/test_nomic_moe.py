@@ -150,7 +150,7 @@ def test_its_routing_cannot_be_chosen(option: dict[str, Any], published: Path) -
     told = f"{next(iter(option))} cannot be chosen, .* For task experts, convert it first, and upcycle the result"
     with pytest.raises(ValueError, match=told):
         plan_upcycling(str(published), **option)
-    with pytest.raises(ValueError, match=f"write it in MoTE's first, `mote upcycle --src {published}`"):
+    with pytest.raises(ValueError, match=f"not a MoTE but a 'nomic_moe': `mote upcycle --src {published}`"):
         open_checkpoint(str(published))
 
 

@@ -5,12 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.checkpoints import dense_checkpoint, edit_json, read_json, trusted
-from helpers.runs import overrides
 from sentence_transformers import SentenceTransformer
 from transformers import AutoTokenizer
 
 import mote
-from mote import train
 from mote.checkpoints.reading import open_dense
 from mote.checkpoints.sentence_transformers import source_pooling
 
@@ -34,14 +32,6 @@ def test_no_code_of_the_source_is_asked_for(tmp_path: Path) -> None:
     for trust in (False, True):
         model = SentenceTransformer(str(dense), trust_remote_code=trust)
         assert np.array_equal(model.encode(TEXTS, prompt=""), expected)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("recipe", ["mote", "em"])
-def test_nor_after_training(recipe: str, tmp_path: Path) -> None:
-    source = with_code(tmp_path / "source")
-    folder = train(recipe, overrides(source, Path("examples/data"), tmp_path / "run", "training.max_steps=1"))
-    assert trusted(folder).encode(TEXTS, prompt="clustering: ").shape == (2, 16)
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])

@@ -101,7 +101,7 @@ def test_a_module_outside_of_the_source_is_not_copied(tmp_path: Path) -> None:
     for path in ("../secret", "1_Pooling/../../secret", str(tmp_path / "secret"), "", "."):
         modules[1]["path"] = path
         (source / "modules.json").write_text(json.dumps(modules))
-        with pytest.raises(ValueError, match=r"leads out of the modules of .*source, and is not copied"):
+        with pytest.raises(ValueError, match=r"leads out of the modules of .*source"):
             upcycle(str(source), tmp_path / "out")
 
 
@@ -159,6 +159,6 @@ def test_links_out_of_the_source_are_not_followed(target: str | None, cached: Pa
         (cached / "1_Pooling").symlink_to(tmp_path / "secret")
     else:
         (cached / "1_Pooling" / "leak").symlink_to(target.format(tmp=tmp_path))
-    with pytest.raises(ValueError, match=r"(leak|1_Pooling) leads out of the modules of .*abc, and is not copied"):
+    with pytest.raises(ValueError, match=r"(leak|1_Pooling) leads out of the modules of .*abc"):
         upcycle(str(cached), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -10,7 +10,7 @@ from helpers.checkpoints import contents, dense_checkpoint, e5_checkpoint, files
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
 
-from mote import UpcyclingOptions, WriteOptions, experts, hub, transform, upcycle
+from mote import UpcyclingOptions, WriteOptions, experts, transform, upcycle
 from mote.checkpoints.provenance import read_steps
 from mote.checkpoints.transform import Verb
 from mote.remote.modeling_mote import MoTEModel
@@ -128,17 +128,3 @@ def test_nothing_is_left_of_a_failure(mote: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="quantised"):
         transform(mote, out, torch.ao.quantization.quantize_dynamic)
     assert contents(tmp_path) == before
-
-
-def test_a_result_is_pushed(mote: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pushed: list[Any] = []
-    monkeypatch.setattr(hub, "check_before_push", lambda name: f"me/{name}")
-    monkeypatch.setattr(hub, "push", lambda *given, **named: pushed.append((*given, named)))
-    options = WriteOptions(push=True, private=True, max_shard_size="20KB")
-    out = transform(mote, tmp_path / "out", scale, 2.0, options=options)
-    (out / "notes.txt").write_text("mine")
-    (folder, repo_id, files, private, _), *_ = pushed
-    assert (folder, repo_id, private, len(pushed)) == (out, "me/out", True, 1)
-    assert {*files} == {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()} - {"notes.txt"}
-    assert 'SentenceTransformer("me/out"' in (out / "README.md").read_text()
-    assert len(list(out.glob("model-*.safetensors"))) > 1

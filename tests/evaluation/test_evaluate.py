@@ -316,7 +316,6 @@ def test_an_interrupted_run_says_how_to_resume(data: Path, tmp_path: Path, caplo
         (["--data", "DATA", "--task", "sts/part9"], "sts/part9"),
         (["--data", "nowhere"], "nowhere"),
         (["--data", "DATA", "--reference", "gpt"], "Unknown model 'gpt'. Available: 'small-encoder'"),
-        (["--data", "DATA", "--device", "cuda:99"], "There is no device 'cuda:99' here"),
         (["--data", "DATA", "--dtype", "int3"], 'Invalid value "int3" for --dtype. Choose from: "float32"'),
         (["--data", "DATA", "--limit", "0"], "greater than or equal to 1"),
     ],
@@ -356,12 +355,12 @@ def test_invalid_models(data: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
         folder.mkdir()
         (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(SMALL_ENCODER)}))
     for path, said in {
-        str(tmp_path / "empty"): "has neither config.json nor modules.json",
+        str(tmp_path / "empty"): "empty does not load in Sentence-Transformers",
         str(broken): f"{broken} does not load in Sentence-Transformers",
         str(deeper): f"{deeper} lacks weights that its config requires, and random ones would replace them: encoder",
-        str(adapter): f"{adapter} holds an adapter (adapter_config.json), not the model that it adapts: merge",
-        str(adapted): f"{adapted} holds an adapter",
-        "nobody/nothing": "nobody/nothing is neither a folder nor available on the Hub: Cannot reach",
+        str(adapter): f"{adapter} is a PEFT adapter: merge it into its base model first",
+        str(adapted): f"{adapted} is a PEFT adapter",
+        "nobody/nothing": "nobody/nothing is neither a folder nor available on the Hub: Cannot find",
         "no such/folder/here": "is neither a folder nor available on the Hub",
     }.items():
         out = tmp_path / "out"

@@ -134,9 +134,8 @@ def test_the_command(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     ("options", "message"),
     [
         (["--quantize", "int4"], 'Invalid value "int4" for --quantize'),
-        (["--format", "published"], "Unknown architecture with a published format of its own: 'bert'"),
-        (["--quantize", "int8"], "quantize is for the backends 'onnx' and 'openvino'"),
-        (["--texts", str(SMALL_ENCODER.parent / "service/requirements.txt")], "texts are for the backends"),
+        (["--quantize", "int8"], "quantize and texts are for other backends"),
+        (["--texts", str(SMALL_ENCODER.parent / "service/requirements.txt")], "texts are for other backends"),
         (["--texts", "no-such-file.txt"], "No such file"),
     ],
 )

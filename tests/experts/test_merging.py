@@ -197,7 +197,7 @@ def test_sources_that_are_refused(
         (partial, "out", "Unknown expert 'classification'. Available: 'clustering'."),
         (broken, "out", "incomplete metadata, file not fully covered"),
         (misshapen, "out", "1 mismatched keys (('backbone.embeddings.word_embeddings.weight'"),
-        (dense, "out", "is not a MoTE but a 'bert': `mote upcycle` makes"),
+        (dense, "out", "is not a MoTE but a 'bert': `mote upcycle --src "),
         (tmp_path / "nowhere", "out", "nowhere is neither a folder nor"),
         (trained, "a", "is in use: choose another folder"),
     ):

@@ -1,15 +1,9 @@
 """A loopback server that speaks the part of the Hugging Face Hub's HTTP protocol that this project's tests need.
 
 Real clients (huggingface_hub, transformers, sentence-transformers) run in processes of their own and find the server
-through ``HF_ENDPOINT``; `HubServer.environment` builds their whole environment. Everything is kept in memory.
-
-Scope: pushing and downloading models, reading datasets, tokens with and without write access, and injected errors.
-Not supported: spaces, organisations, branches, broken connections, pull requests, tags, file copies, .gitignore,
-multi-part uploads, paging, renaming and deleting repositories, and names without a namespace. Extend it only where a
-test of this project needs it.
-
-The protocol was read off what huggingface_hub (1.5 to 2.4) sends and expects back, and off the git-lfs batch API. The
-endpoints, by the names that the request log and `HubServer.fail` use:
+through ``HF_ENDPOINT``; `HubServer.environment` builds their whole environment. Everything is kept in memory. The
+protocol was read off what huggingface_hub (1.5 to 2.4) sends and expects back, and off the git-lfs batch API. Extend it
+only where a test of this project needs it. The endpoints, by the names that the request log and `HubServer.fail` use:
 
     whoami         GET  /api/whoami-v2
     create_repo    POST /api/repos/create
@@ -53,7 +47,7 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from hub.repositories import GIT_ATTRIBUTES, Blob, Commit, HubError, Repo, Response, answer
+from hub.repositories import GIT_ATTRIBUTES, Blob, HubError, Repo, Response, answer
 
 # Settings of whoever runs the tests, which must not reach a client process.
 _FOREIGN_SETTINGS = re.compile(r"(HF|HUGGINGFACE|HUGGING_FACE|TRANSFORMERS|SENTENCE_TRANSFORMERS)_.*|.*_PROXY", re.I)
@@ -67,7 +61,6 @@ class Account:
     can_write: bool = True
 
     def owns(self, repo_id: str) -> bool:
-        """Whether the repository is in this account's namespace."""
         return repo_id.split("/")[0] == self.name
 
 
@@ -86,16 +79,10 @@ class HubServer:
     """The server: a context manager that serves from threads of the test process.
 
     The tokens ``hf_write`` and ``hf_read`` belong to the account ``user``, and ``hf_other`` to the account ``other``.
-    Any other token is refused with 401.
-
-    Attributes:
-        endpoint: the server's address, without a slash at the end.
-        requests: every request so far, in order of arrival.
-        repos: the repositories by name.
+    Any other token is refused with 401. `requests` is the log.
     """
 
     def __init__(self) -> None:
-        """Binds a port; requests are answered once the context is entered."""
         user, reader, other = Account("user"), Account("user", can_write=False), Account("other")
         self.accounts = {"hf_write": user, "hf_read": reader, "hf_other": other}
         self.requests: list[Request] = []
@@ -108,24 +95,18 @@ class HubServer:
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> HubServer:
-        """Starts serving."""
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        """Stops serving. Errors inside the server are raised here, unless the test has already failed."""
+        """Errors inside the server are raised here, unless the test has already failed."""
         self._server.shutdown()
         self._server.server_close()
         if self.errors and kind is None:
             raise RuntimeError("HubServer failed to answer:\n" + "\n".join(self.errors))
 
     def environment(self, home: Path | str, token: str | None = None) -> dict[str, str]:
-        """The environment of a client process: the current one without any other Hub setting.
-
-        Args:
-            home: the client's HF_HOME, under which it keeps its cache and everything else.
-            token: the client's token, or None for an anonymous client.
-        """
+        """The environment of a client process: the current one without any other Hub setting."""
         inherited = {name: value for name, value in os.environ.items() if not _FOREIGN_SETTINGS.fullmatch(name)}
         settings = {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
         quiet = {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "NO_PROXY": "*"}
@@ -148,12 +129,7 @@ class HubServer:
             return repo.add("main", {**attributes, **blobs}, repo_id.split("/")[0], "Add folder").id
 
     def files(self, repo_id: str, revision: str = "main") -> dict[str, bytes]:
-        """The stored files by path, among them the .gitattributes that a new repository starts with."""
         return {path: blob.content for path, blob in self.repos[repo_id].at(revision).files.items()}
-
-    def commits(self, repo_id: str, revision: str = "main") -> list[Commit]:
-        """The history of a revision, newest first."""
-        return list(self.repos[repo_id].at(revision).history())
 
     def fail(self, endpoint: str, status: int, message: str) -> None:
         """Makes an endpoint fail with an error status, until `heal`.
@@ -165,7 +141,6 @@ class HubServer:
         self._faults[endpoint] = status, message
 
     def heal(self) -> None:
-        """Removes all faults."""
         self._faults.clear()
 
     def sign(self, method: str, repo_id: str, oid: str) -> str:
@@ -192,8 +167,6 @@ def _route(method: str, template: str) -> Callable[[_Endpoint], _Endpoint]:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Serves one connection."""
-
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
 
@@ -223,7 +196,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_POST = do_PUT = do_DELETE = do_GET  # noqa: N815
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Prints nothing: `HubServer.requests` is the log."""
+        """Nothing is printed."""
 
     def _respond(
         self, endpoint: _Endpoint | None, arguments: dict[str, str | None], fault: tuple[int, str] | None

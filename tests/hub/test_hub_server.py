@@ -6,15 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 from helpers.checkpoints import contents
 from hub.hub_server import HubServer
-
-pytest.importorskip("huggingface_hub")
 
 WEIGHTS = "model.safetensors"
 
@@ -33,12 +31,6 @@ def call(function, *args, **kwargs):
 api = HfApi()
 """
 EPILOGUE = "\nprint(json.dumps(result, default=vars))\n"
-
-
-class Client(Protocol):
-    """Runs code in a fresh process and returns its `result`."""
-
-    def __call__(self, code: str, token: str | None = None, home: str = "home") -> Any: ...
 
 
 @pytest.fixture
@@ -60,7 +52,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def client(server: HubServer, folder: Path, tmp_path: Path) -> Client:
+def client(server: HubServer, folder: Path, tmp_path: Path) -> Callable[..., Any]:
+    """Runs code in a fresh process and returns its `result`."""
+
     def run(code: str, token: str | None = None, home: str = "home") -> Any:
         command = [sys.executable, "-c", PROLOGUE + code + EPILOGUE, str(folder)]
         environment = server.environment(tmp_path / home, token)
@@ -85,15 +79,14 @@ result = api.upload_folder(repo_id="user/name", folder_path=folder, commit_messa
 """
 
 
-def test_push_and_download_in_another_process(server: HubServer, client: Client, folder: Path) -> None:
+def test_push_and_download_in_another_process(server: HubServer, client: Callable[..., Any], folder: Path) -> None:
     first = client(PUSH, token="hf_write", home="pusher")
     old = server.files("user/name")
     assert without_attributes(old) == contents(folder)
-    assert [commit.title for commit in server.commits("user/name")] == ["push", "initial commit"]
     assert endpoints(server).count("upload") == 1
     found = client('result = snapshot_download("user/name")', home="reader")
     assert without_attributes(contents(found)) == contents(folder)
-    assert Path(found).name == server.commits("user/name")[0].id == first
+    assert Path(found).name == first
 
     (folder / "config.json").write_text('{"hidden_size": 16}')
     (folder / "modeling_naïve.py").unlink()
@@ -103,29 +96,9 @@ def test_push_and_download_in_another_process(server: HubServer, client: Client,
     assert server.files("user/name", first) == old
     assert endpoints(server).count("upload") == 1  # only what has changed is sent
     assert client(PUSH, token="hf_write") == second  # nothing has changed: no commit
-    assert len(server.commits("user/name")) == 3
 
 
-def test_who_may_do_what(server: HubServer, client: Client, folder: Path) -> None:
-    server.add_repo("user/open", folder)
-    server.add_repo("user/hidden", folder, private=True)
-    code = """
-create = call(api.create_repo, "user/new")
-upload = call(api.upload_file, repo_id="user/open", path_or_fileobj=b"x", path_in_repo="x")
-hidden = call(api.model_info, "user/hidden")
-missing = call(hf_hub_download, "user/missing", "config.json")
-whoami = call(api.whoami)
-result = [r["status"] if isinstance(r, dict) and "status" in r else "fine" for r in (create, upload, hidden, missing)]
-result += [whoami.get("name", whoami.get("status"))]
-"""
-    assert client(code) == [401, 401, 404, 404, None]
-    assert client(code, token="hf_wrong") == [401, 401, 401, 401, 401]
-    assert client(code, token="hf_other") == [403, 403, 404, 404, "other"]
-    assert client(code, token="hf_read") == [403, 403, "fine", 404, "user"]
-    assert client(code, token="hf_write") == ["fine", "fine", "fine", 404, "user"]
-
-
-def test_errors_of_downloads_and_listings(server: HubServer, client: Client, folder: Path) -> None:
+def test_errors_of_downloads_and_listings(server: HubServer, client: Callable[..., Any], folder: Path) -> None:
     server.add_repo("user/name", folder)
     code = """
 result = {
@@ -148,15 +121,3 @@ result = {
     assert sorted(result["top"]) == sorted([".gitattributes", *(path.name for path in folder.iterdir())])
     assert result["inside"] == ["1_Pooling/config.json"]
     assert sorted(result["all"]) == sorted(server.files("user/name"))
-
-
-def test_environment_carries_no_other_hub_setting(
-    server: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "https_proxy", "TRANSFORMERS_CACHE"):
-        monkeypatch.setenv(name, "1")
-    settings = {name: value for name, value in server.environment(tmp_path).items() if os.environ.get(name) != value}
-    assert all(name.startswith("HF_") or name == "NO_PROXY" for name in settings)
-    assert settings["HF_ENDPOINT"] == server.endpoint
-    assert settings.keys().isdisjoint({"HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "https_proxy"})
-    assert server.environment(tmp_path, "hf_read")["HF_TOKEN"] == "hf_read"

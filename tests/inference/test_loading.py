@@ -9,9 +9,6 @@ from helpers.checkpoints import dense_checkpoint, edit_json
 from helpers.families import batch, trained_mote
 from helpers.paths import SMALL_ENCODER
 from safetensors.torch import load_file, save_file
-from sentence_transformers import SentenceTransformer
-from sentence_transformers.base.modules import Transformer
-from sentence_transformers.sentence_transformer.modules import Pooling
 
 import mote
 from mote.experts import compress
@@ -34,17 +31,6 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match=named):
         mote.load_encoder(folder)
-
-
-def test_missing_weights_of_a_module_in_a_subfolder_are_named(tmp_path: Path) -> None:
-    transformer = Transformer(str(dense_checkpoint(tmp_path / "dense", "bert")))
-    transformer.save_in_root = False
-    modules = [transformer, Pooling(transformer.get_embedding_dimension())]
-    SentenceTransformer(modules=modules).save(str(tmp_path / "model"))
-    assert not (tmp_path / "model" / "model.safetensors").exists()
-    mote.load_encoder(tmp_path / "model")
-    with pytest.raises(ValueError, match=r"encoder\.layer\.1\.output\.dense\.bias"):
-        mote.load_encoder(without(tmp_path / "model", "layer.1.output.dense"))
 
 
 def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
@@ -79,7 +65,5 @@ def test_the_class_is_that_of_the_checkpoint(tmp_path: Path) -> None:
 def test_a_dense_model_is_not_a_mote(tmp_path: Path) -> None:
     folder = dense_checkpoint(tmp_path / "dense", "bert")
     for load in (mote.load, lambda path: mote.load_encoder(path, offload="disk")):
-        with pytest.raises(
-            ValueError, match="is not a MoTE, its model_type is 'bert': `mote upcycle` turns it into one"
-        ):
+        with pytest.raises(ValueError, match="is not a MoTE but a 'bert': `mote upcycle --src"):
             load(folder)

@@ -7,16 +7,14 @@ from typing import Any
 import pytest
 import torch
 from helpers.checkpoints import edit_weights, to_bin, trusted
-from helpers.families import all_families, batch, dense_model, fresh_mote, trained_mote
+from helpers.families import all_families, batch, fresh_mote, trained_mote
 from helpers.offloading import FOUR, assert_same, experts_in, offloaded, outputs, saved
 from helpers.on_disk import VERBS
 from helpers.paths import SMALL_ENCODER
-from helpers.processes import run_python
 from transformers import AutoModel
 
 import mote
 from mote import upcycle
-from mote.remote.configuration_mote import MoTEConfig
 from mote.remote.modeling_mote import MoTEModel
 from mote.remote.token_routing_mote import TokenRoutedConfig, TokenRoutedModel
 
@@ -283,49 +281,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for name in ("add", "merge", "remove", "rename", "weights"):
         with pytest.raises(ValueError, match=r"mote\.restore"):
             VERBS[name](model)
-
-
-PEAK = """
-import sys
-import torch
-from transformers import AutoModel
-import mote
-def peak():  # ru_maxrss would begin with that of the process which started this one
-    lines = open("/proc/self/status").read().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-AutoModel.from_pretrained(sys.argv[2])  # what the first load of any model costs is not ours
-before = peak()
-if sys.argv[1] == "dense":
-    model = AutoModel.from_pretrained(sys.argv[3])
-    arguments = {}
-else:
-    model = mote.load(sys.argv[3], offload="disk" if sys.argv[1] == "disk" else None)
-    arguments = {"task": "search_query"}
-with torch.no_grad():
-    ids = torch.full((1, 8), 7)
-    model(input_ids=ids, attention_mask=torch.ones_like(ids), **arguments)
-    sum(float(p.sum()) for p in model.parameters())  # read all that is there
-print(peak() - before)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs Linux to tell the peak of a process")
-def test_loading_takes_no_more_memory_than_the_dense_model(tmp_path: Path) -> None:
-    dense_model("bert").save_pretrained(tmp_path / "small")
-    sizes = {"hidden_size": 256, "intermediate_size": 4096, "num_hidden_layers": 6, "num_attention_heads": 4}
-    dense = dense_model("bert", **sizes)
-    dense.pooler = None
-    dense.save_pretrained(tmp_path / "dense")
-    size = (tmp_path / "dense" / "model.safetensors").stat().st_size
-    MoTEModel(MoTEConfig(backbone_config=dense.config), dense).save_pretrained(tmp_path / "mote")
-    found = {}
-    for kind in ("dense", "disk", "whole"):
-        folder = tmp_path / ("dense" if kind == "dense" else "mote")
-        found[kind] = int(run_python(PEAK, kind, tmp_path / "small", folder, cwd=tmp_path).stdout)
-    assert found["whole"] > 2 * size, found  # so the measure sees what is loaded
-    assert found["dense"] > 0.8 * size, found
-    assert found["disk"] <= 1.1 * found["dense"] + 2**20, found
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

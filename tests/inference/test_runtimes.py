@@ -7,16 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.checkpoints import edit_json, trusted
+from helpers.checkpoints import trusted
 from helpers.families import all_families, batch, in_threads, trained_mote
 from helpers.on_disk import export
 from sentence_transformers import SentenceTransformer
 
 import mote
-from mote import load_exported, upcycle
+from mote import load_exported
 from mote.checkpoints.provenance import read_steps
 from mote.cli import main
-from mote.data.texts import read_texts
 from mote.inference import runtimes
 
 TEXTS = ["whales breathe air", "a recipe for bread", "a"]
@@ -163,18 +162,3 @@ def test_what_is_not_there(tmp_path: Path) -> None:
         load_exported(tmp_path / "nowhere", "onnx")
     with pytest.raises(ValueError, match="Unknown backend 'tensorrt'"):
         load_exported(tmp_path, "tensorrt")
-
-
-@pytest.mark.slow
-@backends
-def test_a_real_model_in_int8(backend: str, shared: Path, tmp_path: Path) -> None:
-    need(backend)
-    source = str(shared / "checkpoints" / "all-MiniLM-L6-v2")
-    upcycle(source, tmp_path / "mote")
-    out = export(tmp_path / "mote", tmp_path / "out", expert="search_query", backend=backend, quantize="int8")
-    texts = read_texts()
-    expected = SentenceTransformer(source).encode(texts)
-    cosines = (load_exported(out, backend).encode(texts, prompt="") * expected).sum(1)
-    assert cosines.mean() > (0.99 if backend == "openvino" else 0.985)  # ONNX Runtime's activations have one scale
-    edit_json(out / "config_sentence_transformers.json", default_prompt_name=None)
-    assert np.array_equal(SentenceTransformer(str(out)).encode(texts), expected)

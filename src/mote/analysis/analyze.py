@@ -16,7 +16,7 @@ from mote.analysis.results import Analysis, ModelAnalysis
 from mote.analysis.weight_change import weight_change_of
 from mote.data.texts import TextPairs, Texts, find_pairs, find_texts
 from mote.hub import commit_of
-from mote.inference.loading import check_device, load_any_encoder
+from mote.inference.loading import load_any_encoder
 from mote.remote.configuration_mote import PAPER_INSTRUCTIONS
 from mote.reporting import label_models
 
@@ -59,8 +59,6 @@ def analyze(
     pairs = find_pairs(options.pairs, options.data, options.limit, options.seed)
     named = label_models(models)
     logger.info("Texts: %d (%s)", len(texts.texts), texts.source)
-    # What is needed only after models are loaded and texts embedded, is checked before.
-    check_device(options.device)
     commits = {label: commit_of(name) for label, name in named.items()}
     if out is not None:
         Path(out).mkdir(parents=True, exist_ok=True)

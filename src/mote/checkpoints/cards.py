@@ -55,7 +55,6 @@ _OF_OTHER_PROGRAMS = (
     re.compile(r"^This is a \[sentence-transformers\].*?(\n\n+|\Z)", re.MULTILINE | re.DOTALL),
     re.compile(r"^## Usage\n(?:<!--.*?-->|```.*?```|.)*?(?=^## |\Z)", re.MULTILINE | re.DOTALL),
 )
-_FORM_OF_TRANSFORMERS = "This model card has been automatically generated"  # not filled in
 
 
 # Write ---------------------------------------------------------------------------------------------------------------
@@ -65,7 +64,7 @@ def write_card(src: str | Path, *, base_model: str | None = None, repo_id: str |
     """Rewrite the card (README.md) of a model, from what its own files say about it.
 
     The regions between HTML comments, `<!-- mote:… -->`, are replaced. All other text and metadata of the card are
-    kept, but for the title, opening and snippet of Sentence-Transformers' trainer, and the empty form of Transformers.
+    kept, but for the title, opening and snippet of Sentence-Transformers' trainer.
 
     Args:
         src: Folder of a MoTE, or of a dense model that this package made from one.
@@ -97,15 +96,7 @@ def new_card(
     source: Checkpoint,
     training: dict[str, Any] | None = None,
 ) -> str:
-    """Return the card of a model that has just been made.
-
-    Args:
-        model: The model; of adapters, the model that they were trained on, in their folder.
-        steps: How it was made.
-        repo_id: Name under which readers load it.
-        source: The model that it was made of.
-        training: If it was trained: values for the template of the section on training.
-    """
+    """Return the card of a model that has just been made; of adapters, `model` is the one that they were trained on."""
     values = _values(model, steps, fresh=steps[-1].get("made") == UPCYCLED or None)
     adapters = (model.folder / ADAPTER_CONFIG_NAME).is_file()
     finetuned = values.get("fresh") or steps[-1]["step"] in _FINETUNING
@@ -152,8 +143,6 @@ def _merged(body: str, earlier: str) -> str:
     if not _REGION.search(earlier):
         for pattern in _OF_OTHER_PROGRAMS:
             kept = pattern.sub("", kept)
-        if _FORM_OF_TRANSFORMERS in kept:
-            kept = ""
     lead, heading, sections = f"\n{kept}".partition("\n## ") if "about" in regions else ("", "", kept)
     parts = (regions.get("about", ""), lead, regions.get("usage", ""), heading + sections, regions.get("made", ""))
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"

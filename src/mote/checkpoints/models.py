@@ -51,14 +51,7 @@ def load_mote(checkpoint: Checkpoint, experts: list[str] | None = None, *, with_
 def load_dense(
     checkpoint: Checkpoint, dtype: str | torch.dtype = "auto", *, with_head: bool = False
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Load the native dense model, or a token-routed one, with every weight from the checkpoint.
-
-    Returns:
-        The model, and the keys of heads that were dropped.
-
-    Raises:
-        ValueError: If the files are damaged, lack keys, or hold unknown ones.
-    """
+    """Load the native dense model, or a token-routed one, with every weight; and name the heads' keys, dropped."""
     read_on_meta(checkpoint.weights)  # its errors name the file
     return _loaded(checkpoint, with_head, checkpoint.folder, dtype=dtype)
 
@@ -98,18 +91,14 @@ def _loaded(
 
 def _checked(checkpoint: Checkpoint, model: PreTrainedModel, info: dict[str, Any]) -> tuple[PreTrainedModel, list[str]]:
     """Return the model, and the keys of heads that it lacks; raise `ValueError` unless all weights fit."""
-    prefix = f"{model.base_model_prefix}."
+    prefix, headless = f"{model.base_model_prefix}.", ""
     missing = [key for key in info["missing_keys"] if not key.startswith("pooler.")]  # a MoTE pools by itself
     if model.base_model is not model:
         lost = sorted(key for key in missing if not key.startswith(prefix))
         if checkpoint.format == "nomic" and all(key.endswith("bias") for key in lost):
             missing = [key for key in missing if key not in lost]  # not published: the native head's start as zeros
         elif lost:
-            raise ValueError(
-                f"{checkpoint.name} has no head for masked language modelling (missing: {', '.join(lost[:3])} …): "
-                "leave out `--with-head` (in pre-training, set model.new_head=true), or start from the checkpoint "
-                "as it was pre-trained"
-            )
+            headless = " Without a head in the files, leave out `--with-head`, or pre-train with model.new_head=true."
     dropped = sorted(key for key in info["unexpected_keys"] if key.removeprefix(prefix).split(".")[0] in HEADS)
     pooling = {*checkpoint.pooling_weights.values()}
     missing += pooling - {*info["unexpected_keys"]}
@@ -121,7 +110,7 @@ def _checked(checkpoint: Checkpoint, model: PreTrainedModel, info: dict[str, Any
             shown = ", ".join(sorted(map(str, keys))[:5]) + (" …" if len(keys) > 5 else "")
             raise ValueError(
                 f"The weights of {checkpoint.name} {problem} {len(keys)} keys of {type(model).__name__}: "
-                f"{shown}. Known heads are dropped ({', '.join(HEADS)}); anything else must match."
+                f"{shown}. Known heads are dropped ({', '.join(HEADS)}); anything else must match.{headless}"
             )
     model.config._name_or_path = checkpoint.public_name  # no local path
     return model.eval(), dropped

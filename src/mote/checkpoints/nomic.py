@@ -51,8 +51,8 @@ _RENAMED = {
 
 
 def is_original(settings: Mapping[str, Any]) -> bool:
-    """Whether a config is in the schema of Nomic's own code rather than transformers'."""
-    return settings.get("model_type") == "nomic_bert" and "n_embd" in settings
+    """Whether a config is in the schema of Nomic's own code rather than transformers', or in both."""
+    return settings.get("model_type") == "nomic_bert" and "n_embd" in settings and "hidden_size" not in settings
 
 
 def native_config(settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], name: str) -> NomicBertConfig:
@@ -84,26 +84,18 @@ def translate(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**translated, "rope_parameters": rope}
 
 
-def published_settings(config: NomicBertConfig) -> dict[str, Any]:
-    """Translate a native config back into the original schema: the inverse of `native_config`.
+def published_settings(config: Any) -> dict[str, Any]:
+    """Translate a native config back into the original schema, which servers read; empty if that cannot express it.
 
     The native model writes its weights under the original names by itself. `n_inner` is the actual width of the
     feed-forward network, which the original code rounds up to a multiple of 256, so it can load real models but not
     tiny ones.
-
-    Raises:
-        ValueError: If the original schema cannot express a setting.
     """
-    rope = config.rope_parameters
-    heads = config.num_attention_heads
-    cannot = {
-        "hidden_act": config.hidden_act != "silu",
-        "rope_parameters": rope is None or rope["rope_type"] != "default" or rope.get("partial_rotary_factor", 1) != 1,
-        "head_dim": config.head_dim not in (None, config.hidden_size // heads),
-    }
-    if any(cannot.values()):
-        named = ", ".join(f"{key}={getattr(config, key)!r}" for key, refused in cannot.items() if refused)
-        raise ValueError(f"The published format of NomicBERT cannot express {named}")
+    rope = config.rope_parameters or {}
+    plain_rope = rope.get("rope_type") == "default" and rope.get("partial_rotary_factor", 1) == 1
+    plain_heads = config.head_dim in (None, config.hidden_size // config.num_attention_heads)
+    if config.hidden_act != "silu" or not plain_rope or not plain_heads:
+        return {}
     return {
         **{key: allowed[0] for key, allowed in _REQUIRED.items() if "expert" not in key and "moe" not in key},
         **{old: getattr(config, new) for old, new in _RENAMED.items()},
@@ -111,7 +103,7 @@ def published_settings(config: NomicBertConfig) -> dict[str, Any]:
         "max_trained_positions": getattr(config, "max_trained_positions", 2048),  # the default if the key is absent
         "n_inner": config.intermediate_size,
         "pad_vocab_size_multiple": 64 if config.vocab_size % 64 == 0 else 1,
-        "rotary_emb_base": rope["rope_theta"],  # type: ignore[index]
+        "rotary_emb_base": rope["rope_theta"],
     }
 
 

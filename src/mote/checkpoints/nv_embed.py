@@ -3,7 +3,7 @@
 A Mistral that attends in both directions, and latent attention over its last hidden states, in a schema that
 transformers does not have; the original code breaks with new releases of transformers. The keys mean what they mean in
 that code (`modeling_nvembed.py` and `configuration_nvembed.py` of nvidia/NV-Embed-v2 on the Hub). It omits settings at
-their defaults from the config, so the published `latent_attention_config` has no sizes: they are here.
+their defaults from the config, so the sizes of the pooling come from the weights.
 Method: Lee et al., "NV-Embed", arXiv:2405.17428.
 """
 
@@ -14,6 +14,7 @@ from transformers import MistralConfig, PreTrainedConfig
 
 from mote.checkpoints.bidirectional import make_bidirectional
 from mote.checkpoints.definitions import instruction_with
+from mote.checkpoints.nomic import require_settings
 
 LICENSE = "cc-by-nc-4.0"
 # What the original truncates texts to unless told otherwise; it was trained with 512, its card says 32,768.
@@ -24,12 +25,7 @@ EXPERT = "text"
 # From the model's card: the only definition that is not for a dataset.
 DEFINITION = "Given a question, retrieve passages that answer the question"
 
-_LATENT_ATTENTION = {
-    "num_latents_value": 512,
-    "num_cross_heads": 8,
-    "cross_dim_head": 4096,
-    "output_normalize": True,
-}
+_HEADS = 8  # of the latent attention, unless the config says otherwise
 
 KEY_MAPPING = {r"^embedding_model\.": ""}
 
@@ -61,30 +57,24 @@ def is_original(settings: Mapping[str, Any]) -> bool:
 def native_config(settings: Mapping[str, Any], name: str) -> PreTrainedConfig:
     """Translate the decoder's part of the config, which attends in both directions, without a window."""
     decoder = settings["text_config"]
-    if decoder.get("rope_scaling") is not None:
-        raise ValueError(f"{name} has rope_scaling={decoder['rope_scaling']!r}, which NV-Embed as published does not")
+    require_settings(decoder, {"rope_scaling": (None,)}, name)
     translated = {key: decoder[key] for key in _MISTRAL if key in decoder}
     rope = {"rope_type": "default", "rope_theta": float(decoder.get("rope_theta", 10_000))}
     return make_bidirectional(MistralConfig(**translated, rope_parameters=rope), name)
 
 
 def pooling_settings(settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], name: str) -> dict[str, Any]:
-    """Return the settings of `AttentionPoolingConfig` for the original's latent attention."""
-    given = {**_LATENT_ATTENTION, **(settings.get("latent_attention_config") or {})}
-    latents, heads, head_dim = (given[key] for key in ("num_latents_value", "num_cross_heads", "cross_dim_head"))
-    width = settings["text_config"].get("hidden_size", MistralConfig().hidden_size)
-    expected = (latents, width), (heads * head_dim, width)
-    found = tuple(shapes.get(_POOLING[tensor]) for tensor in ("latents", "to_q.weight"))
-    if found != expected or given["output_normalize"] is not True:
-        raise ValueError(
-            f"The latent_attention_config of {name} must have output_normalize true and the sizes of the weights: "
-            f"latents and queries are {found}, the config's {expected} (a missing setting means the original's default)"
-        )
+    """Return the settings of `AttentionPoolingConfig` for the original's latent attention, in the weights' sizes."""
+    given = settings.get("latent_attention_config") or {}
+    require_settings(given, {"output_normalize": (True,)}, name)
+    heads = given.get("num_cross_heads", _HEADS)
+    # Weights that are missing are named when the model is loaded.
+    latents, queries = (shapes.get(_POOLING[tensor], (heads,))[0] for tensor in ("latents", "to_q.weight"))
     return {
         "pooling": "latent_attention",
         "pooling_latents": latents,
         "pooling_heads": heads,
-        "pooling_head_dim": head_dim,
+        "pooling_head_dim": queries // heads,
     }
 
 

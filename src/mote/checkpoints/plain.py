@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from mote.checkpoints import nomic
 from mote.checkpoints.st_settings import Pipeline
 from mote.files import read_json, write_json
 
@@ -62,7 +63,7 @@ _DEFAULTS: dict[str, Settings] = {
 
 def write_plainly(folder: Path, model: PreTrainedModel) -> None:
     """Rewrite the settings of a dense model under names that old and new readers know."""
-    _edit(folder / "config.json", lambda settings: _plain_config(_without_lost_code(settings, folder)))
+    _edit(folder / "config.json", lambda settings: _plain_config(_without_lost_code(settings, folder), model))
     _edit(
         folder / "tokenizer_config.json",
         lambda settings: _plain_tokenizer_config(_without_lost_code(settings, folder), model),
@@ -168,7 +169,7 @@ def _plain_tokenizer_config(settings: Settings, model: PreTrainedModel) -> Setti
     return settings
 
 
-def _plain_config(config: Settings) -> Settings:
+def _plain_config(config: Settings, model: PreTrainedModel) -> Settings:
     """Add the names of transformers 4 and of servers to those of transformers 5, which reads both."""
     config = _with_rope_of_transformers_4(dict(config))
     if config.get("is_causal") is False and config["model_type"] in _CAUSAL_IN_TRANSFORMERS_4:
@@ -181,6 +182,8 @@ def _plain_config(config: Settings) -> Settings:
             config["use_bidirectional_attention"] = True  # as text-embeddings-inference calls it
     if config["model_type"] == "gte":  # text-embeddings-inference takes them from the published config
         config |= {"layer_norm_type": "layer_norm", "position_embedding_type": "rope"}
+    if config["model_type"] == "nomic_bert":  # servers read only Nomic's own keys
+        config |= nomic.published_settings(model.config)
     return config
 
 

@@ -39,28 +39,17 @@ FILES_BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "README.md", "[0-9]*_*/*"]
 
 @dataclass(eq=False)
 class Checkpoint:
-    """A checkpoint on disk, opened: its config is read, its weights are not.
+    """A checkpoint on disk, opened: its config is read, its weights are not."""
 
-    Attributes:
-        name: Name as the user gave it: a Hub id or a folder.
-        folder: Folder with its files.
-        revision: Commit hash, if it came from the Hub.
-        config: Config of the model; of a dense one, that of the native architecture.
-        weights: Files with the weights.
-        format: "transformers" (dense), "nomic" (dense, in Nomic's own format), "nomic_moe" (Nomic Embed v2, in the same
-            format), "nv_embed" (NV-Embed), or "mote".
-        key_mapping: Renamings (regular expressions) that the keys need before the native class knows them.
-        pooling: `MoTEConfig` settings of a pooling that has weights in the files: NV-Embed's.
-        pooling_weights: Names of these weights in a MoTE → in the files.
-    """
-
-    name: str
+    name: str  # as the user gave it: an id on the Hub, or a folder
     folder: Path
-    revision: str | None
-    config: PreTrainedConfig
+    revision: str | None  # the commit, if it came from the Hub
+    config: PreTrainedConfig  # of a dense model, that of the native architecture
     weights: list[Path]
     format: Literal["transformers", "nomic", "nomic_moe", "nv_embed", "mote"] = "transformers"
+    # Renamings (regular expressions) that the keys need before the native class knows them.
     key_mapping: dict[str, str] = field(default_factory=dict)
+    # Settings of `MoTEConfig` for a pooling that has weights in the files, and their names in a MoTE → in the files.
     pooling: dict[str, Any] = field(default_factory=dict)
     pooling_weights: dict[str, str] = field(default_factory=dict)
 
@@ -106,36 +95,20 @@ class Checkpoint:
 
 @dataclass(eq=False)
 class MoTECheckpoint(Checkpoint):
-    """A MoTE on disk, opened.
-
-    Attributes:
-        config: Config of the MoTE.
-    """
+    """A MoTE on disk, opened."""
 
     config: MoTEConfig
 
 
 def open_checkpoint(src: str, revision: str | None = None) -> Checkpoint:
-    """Open a checkpoint of any kind, without reading the weights. Its code is not run.
-
-    Args:
-        src: A folder, or an id on the Hub, which is downloaded.
-        revision: Branch, tag or commit on the Hub.
-
-    Returns:
-        The checkpoint; a MoTE as a `MoTECheckpoint`.
-    """
+    """Open a checkpoint of any kind, from the Hub if it is no folder, without its weights. Its code is not run."""
     checkpoint = _open(src, revision)
-    if checkpoint.format in ("nomic_moe", "nv_embed"):
-        raise ValueError(f"{src} is in a format of its own: write it in MoTE's first, `mote upcycle --src {src}`")
+    require_mote(src, checkpoint.format, checkpoint.format not in ("nomic_moe", "nv_embed"))
     return checkpoint
 
 
 def open_dense(src: str, revision: str | None = None) -> Checkpoint:
-    """Open a source of upcycling: a dense checkpoint, a token-routed model, or a published mixture of experts.
-
-    As `open_checkpoint`, with a `ValueError` for a MoTE that already has task experts.
-    """
+    """Open a source of upcycling: a dense checkpoint, a token-routed model, or a published mixture of experts."""
     checkpoint = _open(src, revision)
     if is_mote(checkpoint.config) and checkpoint.config.model_type != TOKEN_ROUTED:
         raise ValueError(f"{src} is already a MoTE: upcycling starts from a dense or a token-routed model")
@@ -143,12 +116,16 @@ def open_dense(src: str, revision: str | None = None) -> Checkpoint:
 
 
 def open_mote(src: str, revision: str | None = None) -> MoTECheckpoint:
-    """Open a MoTE: as `open_checkpoint`, with a `ValueError` for a dense model."""
-    checkpoint = _open(src, revision)
-    if isinstance(checkpoint, MoTECheckpoint):
-        return checkpoint
-    kind = checkpoint.config.model_type
-    raise ValueError(f"{src} is not a MoTE but a {kind!r}: `mote upcycle` makes a MoTE of a dense model")
+    """Open a MoTE; any other model is a `ValueError`."""
+    checkpoint: Any = _open(src, revision)
+    require_mote(src, checkpoint.config.model_type, isinstance(checkpoint, MoTECheckpoint))
+    return checkpoint
+
+
+def require_mote(src: Any, kind: str, is_one: bool) -> None:
+    """Raise `ValueError` for a model that has to become a MoTE first."""
+    if not is_one:
+        raise ValueError(f"{src} is not a MoTE but a {kind!r}: `mote upcycle --src {src}` makes a MoTE of it")
 
 
 def _open(src: str, revision: str | None) -> Checkpoint:
@@ -204,9 +181,8 @@ def _locate(src: str, revision: str | None) -> tuple[Path, str | None]:
         folder = hub.fetch(src, revision, [*FILES_BESIDE_WEIGHTS, "model*.safetensors"])
         if not any(folder.glob("model*.safetensors")):
             hub.fetch(src, revision, ["pytorch_model*.bin"])
-        commit = folder.name  # the cache names a snapshot after its commit
-    if (folder / "adapter_config.json").is_file():
-        raise ValueError(f"{src} is a PEFT adapter: merge it into its base model first (merge_and_unload)")
+        commit = folder.name
+    hub.refuse_adapter(folder, src)
     return folder, commit
 
 

@@ -185,13 +185,8 @@ def write_sentence_transformer(
 ) -> None:
     """Write the files of Sentence-Transformers next to a model, with the source's modules and settings if it has any.
 
-    Args:
-        model: The new model.
-        source: Checkpoint that it was made from.
-        folder: Folder of the model.
-        of_mote: If the model is dense, and made from a MoTE: config of the MoTE, whose pooling and prompts it keeps.
-        expert: If it is a single expert of that MoTE: name of the expert, whose instruction becomes the default prompt.
-        retrieval: The vectors that it gives. Default: as the source.
+    A dense model keeps the pooling and prompts of the MoTE that it was made from; a single expert's instruction becomes
+    the default prompt. Vectors are the source's, unless others are asked for.
     """
     pipeline = pipeline_of(source)
     _refuse_to_lose_vectors(model, source, pipeline.retrieval)
@@ -265,10 +260,7 @@ def _copy_files(source: Checkpoint, name: str, target: Path) -> None:
     inside = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]  # the Hub's cache
     for path in (module, *module.rglob("*")):
         if not any(folder in path.resolve().parents for folder in inside):
-            raise ValueError(
-                f"{path} leads out of the modules of {source.name}, and is not copied: put the file itself there, or "
-                "remove the link or the module"
-            )
+            raise ValueError(f"{path} leads out of the modules of {source.name}: put the file itself there")
         if path.is_file():
             copy = target / path.relative_to(source.folder)
             copy.parent.mkdir(parents=True, exist_ok=True)

@@ -45,19 +45,12 @@ _KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta",
 
 @dataclass
 class Module:
-    """A module of a Sentence-Transformers model.
+    """A module of a Sentence-Transformers model."""
 
-    Attributes:
-        type: Import path of its class; one of ours by the name that it has without this package.
-        path: Its folder within the model's; empty for the first.
-        settings: Content of its config.json; empty for the first.
-        others: Other entries of modules.json.
-    """
-
-    type: str
-    path: str
-    settings: dict[str, Any] = field(default_factory=dict)
-    others: dict[str, Any] = field(default_factory=dict)
+    type: str  # import path of its class; one of ours by the name that it has without this package
+    path: str  # its folder within the model's; empty for the first, like its settings
+    settings: dict[str, Any] = field(default_factory=dict)  # content of its config.json
+    others: dict[str, Any] = field(default_factory=dict)  # other entries of modules.json
 
     @property
     def name(self) -> str:
@@ -78,17 +71,11 @@ class Module:
 
 @dataclass
 class Pipeline:
-    """A Sentence-Transformers model on disk.
+    """The settings of a Sentence-Transformers model on disk."""
 
-    Attributes:
-        modules: Its modules; none if the folder is not a Sentence-Transformers model.
-        transformer: Settings of the first module.
-        model: Settings of the model: prompts, similarity, kind of encoder.
-    """
-
-    modules: list[Module]
-    transformer: dict[str, Any]
-    model: dict[str, Any]
+    modules: list[Module]  # none if the folder is not a Sentence-Transformers model
+    transformer: dict[str, Any]  # of the first module
+    model: dict[str, Any]  # prompts, similarity, kind of encoder
 
     @classmethod
     def read(cls, folder: Path) -> "Pipeline":
@@ -177,13 +164,11 @@ class Pipeline:
 
     def set_instruction_pooling(self, value: str) -> None:
         """Let the model pool its instructions or not, as one of `POOLED`."""
-        require_poolable(value, self.retrieval.kind)
         included = value == "included"
         first, *others = self.modules
-        first.type = first_module(first.type, included)
         pooling = [module for module in others if module.pools or "include_prompt" in module.settings]
-        if not pooling and not included:
-            raise ValueError("This model has no module that pools tokens, so no instruction can be left out of it")
+        require_poolable(value, self.retrieval.kind if pooling else "unpooled")
+        first.type = first_module(first.type, included)
         for module in pooling:
             module.settings["include_prompt"] = included
             if module.pools:
@@ -206,20 +191,13 @@ def first_module(module_type: str, included: bool) -> str:
 
 @dataclass(frozen=True)
 class Retrieval:
-    """The vectors of a model.
-
-    Attributes:
-        kind: `dense`; `sparse`, a weight for each token of the vocabulary; or `hybrid`, both.
-        sparse_from: Source of sparse weights: the logits of the `head` for masked language modelling (SPLADE), or the
-            hidden states times the token `embeddings` (CoT-MoTE, Equation 4).
-        max_active_dims: Number of weights to keep per text, the largest. Default: all.
-        weight: Weight of the sparse score in a hybrid one.
-    """
+    """The vectors of a model: dense ones, sparse ones (a weight for each token of the vocabulary), or both."""
 
     kind: Literal["dense", "sparse", "hybrid"] = "dense"
+    # The logits of the head (SPLADE), or the hidden states times the token embeddings (CoT-MoTE, Equation 4).
     sparse_from: Literal["head", "embeddings"] = "head"
-    max_active_dims: int | None = None
-    weight: float = 1.0
+    max_active_dims: int | None = None  # weights to keep per text, the largest
+    weight: float = 1.0  # of the sparse score in a hybrid one
 
     def __str__(self) -> str:
         weights = "logits of the head" if self.sparse_from == "head" else "hidden states times token embeddings"
@@ -268,11 +246,7 @@ def instruction_pooling_in(folder: Path) -> str:
 
 
 def write_instruction_pooling(folder: Path, value: str) -> dict[str, Any]:
-    """Rewrite Sentence-Transformers' files in a folder, so that its model does or does not pool its instructions.
-
-    Returns:
-        No details for `mote.json`: the setting is already recorded with the step.
-    """
+    """Rewrite Sentence-Transformers' files, so that a model does or does not pool its instructions; no details."""
     pipeline = Pipeline.read(folder)
     pipeline.set_instruction_pooling(value)
     pipeline.write(folder)

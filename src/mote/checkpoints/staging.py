@@ -51,12 +51,9 @@ def refuse_source(out: Path, source: Path) -> None:
 
 
 class ModelStaging(Staging):
-    """A folder that becomes a model's; see `Staging`.
+    """A folder that becomes a model's: of a new one, of one that it replaces, or of one that it changes `in_place`.
 
-    Args:
-        out: Final place: free, or, with `overwrite`, a model.
-        overwrite: Replace an existing model. Files in its folder that are not part of it are kept.
-        in_place: The new model is a modification of the existing one: keep all of its other files, too.
+    Files of others in the folder are kept; in place, all files but weights and code.
     """
 
     write_errors = (OSError, SafetensorError)  # the second is safetensors' error for a full disk

@@ -6,7 +6,6 @@ is written out of the memory-mapped file.
 """
 
 import copy
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -22,9 +21,6 @@ from mote.checkpoints.reading import Checkpoint
 from mote.checkpoints.tensors import MappedFiles, weight_name
 from mote.files import write_json
 from mote.remote.modeling_mote import MoTEModel
-from mote.reporting import megabytes
-
-logger = logging.getLogger(__name__)
 
 
 class DenseWeights:
@@ -98,19 +94,16 @@ def write_weights(model: MoTEModel, dense: DenseWeights, folder: Path, max_shard
     # Copies, because views of one tensor (queries, keys, values) would each count as the whole.
     weights = {name: torch.empty_like(weight) for name, weight in model.state_dict().items()}
     shards = split_torch_state_dict_into_shards(weights, max_shard_size=max_shard_size)
-    total, done = shards.metadata["total_size"], 0
     for file, names in shards.filename_to_tensors.items():
-        done += _write_file(folder / file, names, origins, dense)
-        if shards.is_sharded:
-            logger.info("%s: %.1f of %s written", file, done / 1e6, megabytes(total))
+        _write_file(folder / file, names, origins, dense)
     if shards.is_sharded:
         metadata = {"total_parameters": model.num_parameters(), **dict(sorted(shards.metadata.items()))}
         weight_map = dict(sorted(shards.tensor_to_filename.items()))
         write_json(folder / SAFE_WEIGHTS_INDEX_NAME, {"metadata": metadata, "weight_map": weight_map})
 
 
-def _write_file(path: Path, names: Iterable[str], origins: dict[str, str], dense: DenseWeights) -> int:
-    """Write one safetensors file, in which copies of a dense weight share its memory; return its tensors' size."""
+def _write_file(path: Path, names: Iterable[str], origins: dict[str, str], dense: DenseWeights) -> None:
+    """Write one safetensors file, in which copies of a dense weight share its memory."""
     tensors = {origin: dense[origin].contiguous() for origin in dict.fromkeys(origins[name] for name in names)}
     specs = {}
     for name in names:
@@ -122,4 +115,3 @@ def _write_file(path: Path, names: Iterable[str], origins: dict[str, str], dense
             data_len=tensor.nbytes,
         )
     serialize_file(specs, str(path), metadata={"format": "pt"})
-    return sum(tensors[origins[name]].nbytes for name in names)

@@ -32,14 +32,10 @@ class WeightName(NamedTuple):
 
 
 def weight_name(key: str, config: MoTEConfig) -> WeightName:
-    """Parse the key of a weight: `backbone.<layers>.i.shared.<path>` or `backbone.<layers>.i.experts.<name>.<path>`.
+    """Parse a key such as `backbone.encoder.layer.0.experts.clustering.output.dense.weight`.
 
-    Args:
-        key: A key of the state dict, as in `backbone.encoder.layer.0.experts.clustering.output.dense.weight`.
-        config: The model's config.
-
-    Returns:
-        For this key, `("clustering", 0, "encoder.layer.0.output.dense.weight")`.
+    This one is `("clustering", 0, "encoder.layer.0.output.dense.weight")`; of shared weights, `.shared.` for
+    `.experts.NAME.`.
     """
     dense = key.removeprefix("backbone.")
     layers = architecture_of(config).layer_path

@@ -20,12 +20,7 @@ EOS = "eos"  # the tokenizer's own
 
 
 def with_end_token(tokenizer: Any, token: str = EOS) -> Any:
-    """Let a fast tokenizer append a token to each text, in place; no effect if it already does.
-
-    Args:
-        tokenizer: A fast tokenizer of transformers.
-        token: The token, or `eos`: the tokenizer's end-of-sequence token.
-    """
+    """Let a fast tokenizer append a token, or its own end-of-sequence token, to each text, in place."""
     name = tokenizer.eos_token if token == EOS else token
     number = None if name is None else tokenizer.get_vocab().get(name)
     if number is None:
@@ -50,10 +45,7 @@ def ends_texts(tokenizer: Any) -> bool:
 
 
 def apply_end_token(tokenizer: Any, source: Checkpoint, token: str | None) -> Any:
-    """Let a source's tokenizer append a token to each text.
-
-    Without a `token`, it is the end-of-sequence token, if the tokenizer's settings say `add_eos_token`.
-    """
+    """Let a source's tokenizer append a token to each text; without one, its own if it says `add_eos_token`."""
     if token is not None:
         return with_end_token(tokenizer, token)
     own = source.read_json("tokenizer_config.json").get("add_eos_token") is True and tokenizer.eos_token_id is not None

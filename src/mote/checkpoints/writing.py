@@ -20,7 +20,6 @@ from mote.checkpoints.reading import Checkpoint, MoTECheckpoint, is_mote, open_c
 from mote.checkpoints.sentence_transformers import max_seq_length, write_sentence_transformer
 from mote.checkpoints.st_settings import Pipeline, Retrieval, retrieval_in
 from mote.checkpoints.staging import ModelStaging, refuse_occupied, refuse_source
-from mote.files import require_space
 from mote.remote.configuration_mote import MoTEConfig
 from mote.reporting import megabytes
 
@@ -31,11 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def require_writable(out: Path, options: WriteOptions, source: Path | None = None) -> str:
-    """Make sure, before any work is done, that a result can be written to `out`, and pushed if requested.
-
-    Returns:
-        The name under which readers will load the result: the repository on the Hub, or the name of `out`.
-    """
+    """Make sure, before any work, that a result can be written and pushed; return the name under which it will load."""
     refuse_occupied(out, options.overwrite)
     if source is not None:
         refuse_source(out, source)
@@ -80,18 +75,12 @@ class Repository:
     keep_card: bool = False
 
     def write(self, out: Path, options: WriteOptions, repo_id: str) -> Path:
-        """Write the repository atomically, and push it if requested.
+        """Write the repository atomically, and push it if requested; before any work, call `require_writable`.
 
         After an error nothing is left behind; if only the push fails, the folder is kept.
-
-        Args:
-            out: Folder to write; check it with `require_writable` before any work.
-            options: How the model is written.
-            repo_id: Name under which readers load the model, as from `require_writable`.
         """
         in_place = out.resolve() == self.source.folder.resolve()
         size = sum(tensor.nbytes for tensor in self.model.state_dict().values())
-        require_space(out, size)
         with ThreadPoolExecutor(1) as thread, ModelStaging(out, options.overwrite, in_place) as folder:
             described = thread.submit(_provenance_of, [self.source, *self.others])  # reads them completely
             logger.info("Writing %s …", megabytes(size))

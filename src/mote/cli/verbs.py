@@ -96,7 +96,6 @@ def export(
     src: str,
     *,
     expert: str,
-    format: Literal["native", "published"] = "native",  # noqa: A002
     backend: Literal["torch", "onnx", "openvino"] = "torch",
     quantize: Literal["int8"] | None = None,
     texts: str | None = None,
@@ -109,7 +108,6 @@ def export(
     Args:
         src: MoTE: a folder, or an id on the Hub.
         expert: Expert to export.
-        format: Keys of the config: transformers' own, or also those of the family's published config, for servers.
         backend: CPU runtime to convert the model for as well.
         quantize: Precision of the runtime's model. Default: float32.
         texts: File with calibration texts, one per line (`.txt`). Default: 128 shipped with MoTE.
@@ -118,10 +116,10 @@ def export(
     from mote.inference import runtimes
 
     calibration = read_texts(texts)
-    if backend == "torch" and texts is not None:
-        raise ValueError("texts are for the backends 'onnx' and 'openvino': choose one, as in `--backend openvino`")
-    runtimes.require(backend, quantize)
-    settings: dict[str, Any] = {} if format == "native" else {"format": format}
+    if backend == "torch" and (texts or quantize):
+        raise ValueError("quantize and texts are for other backends: choose one, as in `--backend openvino`")
+    runtimes.require(backend)
+    settings: dict[str, Any] = {}
     if backend != "torch":
         settings["after"] = partial(runtimes.convert, backend=backend, quantize=quantize, texts=calibration)
         settings["recorded"] = {"backend": backend, "quantize": quantize}

@@ -26,7 +26,7 @@ from mote.evaluation.options import EvaluateOptions
 from mote.evaluation.scores import Evaluation
 from mote.evaluation.tasks import choose_tasks, matching
 from mote.hub import commit_of
-from mote.inference.loading import check_device, first_line
+from mote.inference.loading import first_line
 from mote.reporting import label_models
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,6 @@ def evaluate(
         OSError: If results cannot be written.
     """
     options = EvaluateOptions(**{**dict(options or ()), **settings})
-    check_device(options.device)
     with _quiet():
         tasks = choose_tasks(options.benchmark, options.data, options.tasks, options.limit)
         instructions = _instructions(options, [task.metadata.name for task in tasks])

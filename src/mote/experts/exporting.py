@@ -4,14 +4,12 @@ A task expert that is token-routed becomes a token-routed model, which does need
 """
 
 import copy
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModel, PreTrainedModel
 
-from mote.checkpoints import nomic
 from mote.checkpoints.reading import is_mote, mote_class
 from mote.checkpoints.tensors import without_head
 from mote.checkpoints.transform import Verb
@@ -19,16 +17,9 @@ from mote.experts.blocks import require_plain_weights, require_task_experts, wei
 from mote.remote.configuration_mote import MoTEConfig, require_known
 from mote.remote.modeling_mote import MoTEModel
 
-# Model type → keys of its published config, where that differs from transformers' own.
-PUBLISHED: Mapping[str, Callable[[Any], dict[str, Any]]] = {"nomic_bert": nomic.published_settings}
-
 
 @Verb("export", "the expert `{name}` of", options={"name": "expert"}, loads="name")
-def export(
-    model: MoTEModel,
-    name: str,
-    format: Literal["native", "published"] = "native",  # noqa: A002
-) -> PreTrainedModel:
+def export(model: MoTEModel, name: str) -> PreTrainedModel:
     """Turn one expert into a dense model of the backbone's own architecture, which needs no code of MoTE.
 
     If the experts are token-routed themselves, the result is the token-routed model of that expert.
@@ -36,8 +27,6 @@ def export(
     Args:
         model: A MoTE in memory; not modified.
         name: Name of the expert.
-        format: "published" adds the keys of the family's published config to the native ones, for servers that know
-            only those. Transformers reads both; weights have the published names either way.
 
     Returns:
         The native model, without a pooler. Its `last_hidden_state` equals, bit for bit, the MoTE's for this expert.
@@ -46,15 +35,9 @@ def export(
     require_task_experts(model.config)
     require_plain_weights(model)
     require_known(name, model.config.available_experts, "expert")
-    backbone: Any = model.config.backbone_config
-    if format == "published":
-        require_known(backbone.model_type, [*PUBLISHED], "architecture with a published format of its own:")
     parts = weights_by_expert(model.config, dequantized_state_dict(model, name))
     # The expert's own replace the mean that compressed ones share.
-    dense = native_model(model, {key: weight.clone() for key, weight in (parts[None] | parts[name]).items()}, [name])
-    if format == "published":
-        dense.config.update(PUBLISHED[backbone.model_type](backbone))
-    return dense
+    return native_model(model, {key: weight.clone() for key, weight in (parts[None] | parts[name]).items()}, [name])
 
 
 def dequantized_state_dict(model: nn.Module, expert: str) -> dict[str, torch.Tensor]:

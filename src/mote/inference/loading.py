@@ -86,13 +86,9 @@ def load_encoder(
 def load_any_encoder(
     path: str | os.PathLike, *, retrieval: str | None = None, revision: str | None = None, **settings: Any
 ) -> "SentenceTransformer | SparseEncoder":
-    """Load any model of dense, sparse or hybrid vectors, with all its weights.
+    """Load any model of dense, sparse or hybrid vectors, as `load_encoder` does.
 
-    Args:
-        path: A folder, or an id on the Hub.
-        retrieval: Kind of vectors: `dense`, `sparse` or `hybrid`; a hybrid model gives all of them. Default: its own.
-        revision: Branch, tag or commit on the Hub. Default: the newest.
-        **settings: `device`, `dtype` and `trust_remote_code`, as in `load_encoder`.
+    `retrieval` asks for a kind of vectors; a hybrid model gives all three.
     """
     sparse = is_sparse_encoder(path, revision)
     encoder = _load(path, sparse=sparse, revision=revision, **settings)
@@ -141,10 +137,6 @@ def require_all_weights(encoder: "SentenceTransformer | SparseEncoder", path: st
     """Check that none of a loaded model's weights are random because its checkpoint lacks them.
 
     Transformers initialises such weights and only logs it. It marks those that it has loaded.
-
-    Args:
-        encoder: The model.
-        path: Folder or id on the Hub that it was loaded from.
     """
     from transformers import PreTrainedModel
 
@@ -180,12 +172,11 @@ def _mote_config(path: str | os.PathLike, experts: Any = None, **kwargs: Any) ->
     """Read the config of a MoTE with the installed class; raise `ValueError` if it is another model."""
     from transformers import PreTrainedConfig
 
-    from mote.checkpoints.reading import mote_class
+    from mote.checkpoints.reading import MOTE_CLASSES, mote_class, require_mote
 
     hub = {name: kwargs[name] for name in ("revision", "token", "cache_dir", "subfolder") if kwargs.get(name)}
     model_type = PreTrainedConfig.get_config_dict(path, **hub)[0].get("model_type", "")
-    if not model_type.startswith("mote"):
-        raise ValueError(f"{path} is not a MoTE, its model_type is {model_type!r}: `mote upcycle` turns it into one")
+    require_mote(path, model_type, model_type in MOTE_CLASSES)
     return mote_class(model_type, "config").from_pretrained(path, experts=experts, **hub)
 
 
@@ -201,16 +192,6 @@ def task_arguments(encoder: "SentenceTransformer | SparseEncoder", task: str) ->
     if task in prompts and (prompts[task] or not others):
         return {"prompt_name": task}
     raise ValueError(f"Unknown task {task!r}." + alternatives(task, others or [*prompts, *tasks]))
-
-
-def check_device(device: str | None) -> None:
-    """Raise `ValueError` if a device is not available."""
-    import torch
-
-    try:
-        torch.empty(0, device=device or "cpu")
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"There is no device {device!r} here: {first_line(error)}") from error
 
 
 def first_line(error: BaseException) -> str:

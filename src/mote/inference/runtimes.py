@@ -36,10 +36,8 @@ _LEAST_COSINES = {None: 0.9999, "int8": 0.9}
 logger = logging.getLogger(__name__)
 
 
-def require(backend: str, quantize: str | None = None) -> None:
-    """Check that a model can be converted for a backend: that its packages are installed."""
-    if quantize is not None and backend == "torch":
-        raise ValueError("quantize is for the backends 'onnx' and 'openvino': choose one, as in `--backend openvino`")
+def require(backend: str) -> None:
+    """Check that the packages of a backend are installed."""
     missing = [package for package in _PACKAGES.get(backend, ()) if find_spec(package) is None]
     if missing:
         raise OSError(
@@ -53,8 +51,6 @@ def require(backend: str, quantize: str | None = None) -> None:
 
 def convert(folder: Path, *, backend: str, quantize: str | None = None, texts: Sequence[str]) -> dict[str, Any]:
     """Add a dense model in the format of a runtime to its folder, and compare the two.
-
-    For `mote.transform(…, after=partial(convert, backend="openvino", texts=texts))`.
 
     Args:
         folder: Folder of the model, in Sentence-Transformers' format.
@@ -214,10 +210,7 @@ def load_exported(
 
 
 class RuntimeEncoder(nn.Module):
-    """A model in a runtime, in place of the one that Sentence-Transformers loads.
-
-    `run` computes the last hidden state from arrays of the `inputs` by name.
-    """
+    """A model in a runtime, in place of the one that Sentence-Transformers loads: `run` computes its hidden state."""
 
     def __init__(self, config: PreTrainedConfig, inputs: list[str], run: Callable[[dict[str, Any]], Any]) -> None:
         super().__init__()
