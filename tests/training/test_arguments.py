@@ -19,7 +19,6 @@ from mote.training.trainer_settings import TrainingSettings
     ("override", "message"),
     [
         ("tasks.retrieval.anchor=search_qury", r"Unknown task 'search_qury'. Did you mean 'search_query'"),
-        ("tasks.retrieval.datasets=[{path: retrieval/arxiv, positive: documents}]", r"Unknown task 'documents'"),
         ("tasks.retrieval.datasets=[retrieval/arxive]", r"arxive"),
         ("data.folder=/nowhere", r"nowhere"),
         ("model.source=/nowhere", r"nowhere"),

@@ -99,21 +99,14 @@ def test_a_training_set_without_negatives_is_refused(
         load(tmp_path, "some/tiny", task="c", settings=settings)
 
 
-def test_datasets_in_one_batch_have_the_same_columns_and_tasks(tmp_path: Path) -> None:
+def test_datasets_in_one_batch_have_the_same_columns(tmp_path: Path) -> None:
     write(tmp_path, "a/with", [{"query": f"q{i}", "positive": "p", "negative": "n"} for i in range(2)])
     write(tmp_path, "a/without", pairs(2))
     mixed = {"batches": "heterogeneous"}
-    with pytest.raises(
-        ValueError, match=r"columns or tasks \(a/with: .*negative_1, label.*; a/without: .*negatives: 0"
-    ):
+    with pytest.raises(ValueError, match=r"different columns \(a/with: .*negative_1, label; a/without: .*negatives: 0"):
         load(tmp_path, "a/*", settings=mixed)
     assert len(only(load(tmp_path, {"path": "a/with", "negatives": 0}, "a/without", settings=mixed)).rows) == 4
     assert len(load(tmp_path, "a/*").sets) == 2
-    unlike = {"path": "a/with", "negatives": 0, "anchor": "classification"}
-    with pytest.raises(ValueError, match=r"different columns or tasks .*classification and search_document"):
-        load(tmp_path, unlike, "a/without", settings=mixed)
-    tasks = load(tmp_path, unlike, "a/without").sets["a/with"].column_tasks
-    assert tasks == {"anchor": "classification", "positive": "search_document"}
 
 
 def test_validation_of_labelled_and_scored_sets(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_a_mote_that_pools_instructions_is_trained_without(upcycled: Path, data:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["tasks.clustering.datasets=[{path: a, instruction: x}]"], "the instruction of its task; make the task's"),
+        (["tasks.clustering.datasets=[{path: a, instruction: x}]"], "the instruction of its task: make its"),
         (["tasks.retrieval.datasets=[{path: a, instruction: x, definition: y}]"], "an instruction and a definition"),
         (["tasks.retrieval.datasets=[{path: a, instruction: x}]", "model.instructions=false"], "instructions is false"),
         (["tasks.retrieval.datasets=[{path: a, definition: x}]", "model.template=none"], "must hold {definition} once"),

@@ -70,9 +70,9 @@ def test_only_the_new_expert_moves(tasks: str, how: str, source: Path, tmp_path:
         ("training.only_experts=legal", "training.only_experts: "),
         (
             "training.only_experts=[clustering]",
-            r"tldr_pages trains legal, none of .*only_experts \(clustering\)",
+            r"tasks.legal trains legal, none of .*only_experts \(clustering\)",
         ),
-        (f"tasks={{{LEGAL}, {OTHER}}}", "tasks.topics: retrieval/tldr_pages trains clustering, none of"),
+        (f"tasks={{{LEGAL}, {OTHER}}}", "tasks.topics trains clustering, none of"),
     ],
 )
 def test_lines_that_do_not_hold(override: str, message: str, source: Path, tmp_path: Path) -> None:

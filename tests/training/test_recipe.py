@@ -136,10 +136,6 @@ def test_a_file_of_a_shipped_recipes_name(tmp_path: Path, monkeypatch: pytest.Mo
             "tasks.retrieval.datasets=[{path: a, max_length: {anchor: 9, positive: -3}}]",
             r"positive: .*than 0, got -3",
         ),
-        (
-            "tasks.retrieval.datasets=[{path: a, label_texts: {x: b, y: ' '}}]",
-            r"label_texts.y: String should match",
-        ),
         ("model.kind=sparse", r"model.kind: Input should be 'mote', 'token_routed' or 'dense'"),
         ("tasks={}", "tasks: Dictionary should have at least 1 item"),  # an override replaces what it names
         ("training.batch_size", r"expected key=value"),

@@ -533,29 +533,6 @@ def test_a_full_disk(tiny: Path, data: Path, tmp_path: Path) -> None:
     assert subprocess.run(command("ic", *settings), env=environment(tmp_path), capture_output=True).returncode == 0
 
 
-@pytest.mark.long
-def test_a_dataset_may_have_an_objective_of_its_own(tiny: Path, data: Path, tmp_path: Path) -> None:
-    task = (
-        "tasks.retrieval.datasets=[{path: retrieval/arxiv, temperature: 0.5}, "
-        "{path: retrieval/tldr_pages, loss: MultipleNegativesRankingLoss, loss_arguments: {scale: 7}}]"
-    )
-    ready = TrainingRun("mote", overrides(tiny, data, tmp_path / "run", task)).prepare()
-    losses = {name: loss.loss for name, loss in ready.trainer.loss.items()}
-    assert losses["retrieval/arxiv"].temperature == 0.5
-    assert losses["retrieval/tldr_pages"].scale == 7
-    assert losses["clustering"].temperature == 0.06
-    ready.train()
-    ready.finish({})
-    rows = [line.split(" | ") for line in (tmp_path / "run/model/README.md").read_text().splitlines()]
-    of_task = [(*row[1:4], row[4].partition(" (")[0]) for row in rows if row[0] == "| retrieval" and len(row) == 5]
-    assert of_task == [
-        ("homogeneous", "InfoNCE", "0.5", "retrieval/arxiv"),
-        ("homogeneous", "MultipleNegativesRankingLoss", "", "retrieval/tldr_pages"),
-    ]
-    with pytest.raises(ValueError, match="a batch across datasets has the loss"):
-        load_recipe("mote", ["tasks.clustering.datasets=[{path: a, temperature: 0.5}]"])
-
-
 def test_the_plan_asks_no_teacher(tiny: Path, data: Path, tmp_path: Path, own_cache: Path) -> None:
     assert "2 steps" in plan("mote", overrides(tiny, data, tmp_path / "run", distilled(SMALL_ENCODER)))
     assert not own_cache.exists()

@@ -170,13 +170,12 @@ class DatasetRows:
     """
 
     def __init__(self, location: Location[DatasetSettings], task_name: str, recipe: Recipe) -> None:
-        task = recipe.tasks[task_name]
         self.location, self.name, self.settings = location, location.name, location.settings
-        self.task_name, self.task = task_name, task.of(location.settings)
+        self.task_name, self.task = task_name, recipe.tasks[task_name]
         self.instruction = recipe.instruction_of(location.settings)
         self.label_type = LABEL_TYPES[self.task.loss]
-        self.tasks = (self.settings.anchor or task.anchor, self.settings.positive or task.positive)
-        self.weight = task.weight * self.settings.weight
+        self.tasks = (self.task.anchor, self.task.positive)
+        self.weight = self.task.weight * self.settings.weight
         self.row_type: RowType = "texts"
         self.rows: list[Example] = []
         self.held_out: list[Example] = []

@@ -178,11 +178,11 @@ def _training_set(
     first, task = datasets[0], datasets[0].task
     teacher = teachers.get(task.teacher.model_dump_json()) if task.teacher is not None else None
     tables = {one.name: _table(one, recipe.training.seed, tokenizer, teacher) for one in datasets}
-    kinds = {one.name: (", ".join(tables[one.name].column_names), " and ".join(one.tasks)) for one in datasets}
-    if len(set(kinds.values())) > 1:
+    columns = {name: ", ".join(one.column_names) for name, one in tables.items()}
+    if len(set(columns.values())) > 1:
         raise ValueError(
-            f"The batches of task {name!r} mix datasets with different columns or tasks ("
-            f"{'; '.join(f'{one}: {kind}' for one, kind in kinds.items())}): make its batches homogeneous, or set "
+            f"The batches of task {name!r} mix datasets with different columns ("
+            f"{'; '.join(f'{one}: {names}' for one, names in columns.items())}): make its batches homogeneous, or set "
             "`negatives: 0` for datasets with hard negatives"
         )
     rows = concatenate_datasets([*tables.values()])
@@ -283,20 +283,16 @@ def _paired_by_label(dataset: DatasetRows, seed: str) -> list[Example]:
 def _paired_with_label(dataset: DatasetRows, seed: str) -> list[Example]:
     """Pair each text with the text of its label; texts of other labels are its hard negatives."""
     labels = sorted({str(row.label) for row in (*dataset.rows, *dataset.held_out)})
-    given = dataset.settings.label_texts
-    absent = [label for label in labels if label not in given] if given else []
-    if absent or (not given and all(re.fullmatch(r"-?[\d.]+", label) for label in labels)):
+    if all(re.fullmatch(r"-?[\d.]+", label) for label in labels):
         raise ValueError(
-            f"{dataset.name}: `pairs: label_text` needs a text for the labels {', '.join((absent or labels)[:5])}: set "
-            "`label_texts`, or name the column that holds them, `columns: {text: …, label: …}`"
+            f"{dataset.name}: `pairs: label_text` needs labels that are texts, got {', '.join(labels[:5])}: name the "
+            "column that holds them, `columns: {text: …, label: …}`"
         )
-    texts = {label: given.get(label, label) for label in labels}
-    ordered = sorted(set(texts.values()))
     count = DEFAULT_NEGATIVES if dataset.settings.negatives is None else dataset.settings.negatives
     rng, pairs = random.Random(seed), []
     for row in dataset.rows:
-        own = texts[str(row.label)]
-        others = [text for text in ordered if text != own]
+        own = str(row.label)
+        others = [text for text in labels if text != own]
         pairs.append(row._replace(positives=(own,), negatives=tuple(rng.sample(others, min(count, len(others))))))
     return pairs
 

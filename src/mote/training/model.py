@@ -33,7 +33,7 @@ from mote.inference.loading import require_all_weights
 from mote.remote.configuration_mote import MoTEConfig, require_known
 from mote.training.adapters import adapt, network_of, share_weights
 from mote.training.processes import processes
-from mote.training.recipe import DatasetSettings, ModelSettings, Recipe, RetrievalSettings, RunSettings, TaskSettings
+from mote.training.recipe import ModelSettings, Recipe, RetrievalSettings, RunSettings
 from mote.training.run_folder import START_FOLDER
 from mote.upcycling.configs import instructions_from, instructions_of, with_unseen_tasks
 from mote.upcycling.options import POOLING_SIZES, TOKEN_ROUTING, MoTESettings, UpcyclingOptions
@@ -69,9 +69,7 @@ def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
         names.validate()
     else:
         names = plan_upcycling(source, options=upcycling_options(settings, recipe.retrieval)).config
-    given: list[TaskSettings | DatasetSettings] = [*recipe.tasks.values()]
-    given += [dataset for task in recipe.tasks.values() for dataset in task.datasets]
-    check_fit(recipe, source, names, [name for one in given for name in (one.anchor, one.positive) if name])
+    check_fit(recipe, source, names, [name for one in recipe.tasks.values() for name in (one.anchor, one.positive)])
     if conflicts := [*_conflicts(recipe, source, names)]:
         raise ValueError("; ".join(conflicts))
     return names
@@ -104,18 +102,16 @@ def _conflicts(recipe: Recipe, source: Checkpoint, names: MoTEConfig) -> Iterato
 
 
 def _untrained(recipe: Recipe, names: MoTEConfig, trained: list[str]) -> Iterator[str]:
-    """Name datasets that train none of the only experts to train."""
+    """Name tasks that train none of the only experts to train."""
     for name in trained:
         require_known(name, names.experts, "expert to train:")
     for name, task in recipe.tasks.items():
-        for dataset in task.datasets:
-            tasks = (dataset.anchor or task.anchor, dataset.positive or task.positive)
-            experts = sorted({names.tasks[one] for one in tasks})
-            if not set(experts) & set(trained):
-                yield (
-                    f"tasks.{name}: {dataset.path} trains {' and '.join(experts)}, none of training.only_experts "
-                    f"({', '.join(trained)}): send it to one of them by `anchor`, or remove it (`tasks.{name}=null`)"
-                )
+        experts = sorted({names.tasks[task.anchor], names.tasks[task.positive]})
+        if not set(experts) & set(trained):
+            yield (
+                f"tasks.{name} trains {' and '.join(experts)}, none of training.only_experts ({', '.join(trained)}): "
+                f"send it to one of them by `anchor`, or remove it (`tasks.{name}=null`)"
+            )
 
 
 def encodings(names: MoTEConfig, kind: str) -> dict[str, dict[str, Any]]:

@@ -7,7 +7,7 @@ A recipe is YAML. It may extend another one (`extends: mote`), and then holds on
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 from typing_extensions import Self
@@ -98,49 +98,28 @@ class DatasetSettings(DatasetSource):
     """A dataset of a task, or all that match a pattern, and how it is trained on.
 
     Attributes:
-        anchor: Task of the anchors. Default: `tasks.TASK.anchor`.
-        positive: Task of the positives and negatives. Default: `tasks.TASK.positive`.
-        instruction: Instruction of the anchors, and of all other texts with their task, replacing the task's. This and
-            the next setting need homogeneous or blended batches.
+        instruction: Instruction of the anchors, and of all other texts with their task, replacing the task's. Needs
+            homogeneous or blended batches.
         definition: The same as a definition, which `model.template` turns into an instruction.
         weight: How often each row is seen per epoch: 2 is twice, 0.5 a seeded half of the rows.
         limit: Maximum number of rows, a seeded sample.
         max_length: Maximum length of texts in tokens: one number, or one per column.
         negatives: Maximum number of hard negatives per row.
-        label_texts: Label → text, for `pairs: label_text`. Default: the labels themselves.
         min_score: Score from which a scored pair becomes a positive pair in both directions, for InfoNCE.
-        temperature: Temperature, replacing the task's. Needs homogeneous or blended batches.
-        loss: Loss, replacing the task's. This and the following settings need homogeneous batches.
-        loss_arguments: Arguments of the loss, replacing the task's.
-        teacher: Teacher, in place of the task's.
     """
 
-    anchor: str | None = None
-    positive: str | None = None
     instruction: str | None = None
     definition: str | None = None
     weight: float = Field(default=1.0, gt=0, le=1000)
     limit: int | None = Field(default=None, ge=1)
     max_length: PositiveInt | dict[Literal["anchor", "positive", "negative"], PositiveInt] | None = None
     negatives: int | None = Field(default=None, ge=0)
-    label_texts: dict[str, Annotated[str, Field(pattern=r"\S")]] = {}
     min_score: float | None = None
-    temperature: float | None = Field(default=None, gt=0)
-    loss: str | None = None
-    loss_arguments: dict[str, Any] | None = None
-    teacher: TeacherSettings | None = None
 
     def conflicts(self) -> Iterator[str]:
         """Name two ways to give one instruction."""
         if self.instruction is not None and self.definition is not None:
             yield f"{self.path} has an instruction and a definition: give one of the two"
-
-    @property
-    def own_objective(self) -> dict[str, Any]:
-        """Settings in place of the task's; with a loss of its own, arguments and teacher are its own, too."""
-        names = ("temperature", "loss", "loss_arguments", "teacher")
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return {"loss_arguments": {}, "teacher": None, **given} if "loss" in given else given
 
 
 class TaskSettings(Settings):
@@ -182,29 +161,21 @@ class TaskSettings(Settings):
         return self
 
     def conflicts(self) -> Iterator[str]:
-        """Name what does not go with the loss of a dataset, or with the batches or pairs of the task."""
-        for dataset in self.datasets:
-            path, loss = dataset.path, self.of(dataset).loss
-            for_info_nce = {
-                "blended batches": self.batches == "blended",
-                "pairs=label_text": self.pairs == "label_text",
-                "min_score": dataset.min_score is not None,
-            }
-            given = [name for name, is_given in for_info_nce.items() if is_given]
-            if given and loss != "InfoNCE":
-                yield f"{path}: for {', '.join(given)} the loss must be InfoNCE, got {loss}"
-            if dataset.label_texts and self.pairs != "label_text":
-                yield f"{path}: label_texts need pairs=label_text, got pairs={self.pairs}"
-            instructed = dataset.instruction is not None or dataset.definition is not None
-            if self.batches == "heterogeneous" and (dataset.own_objective or instructed):
-                yield (
-                    f"{path}: a batch across datasets has the loss and the instruction of its task; make the task's "
-                    "batches homogeneous, or move the dataset into a task of its own"
-                )
-
-    def of(self, dataset: DatasetSettings) -> "TaskSettings":
-        """Return the task's settings for one of its datasets."""
-        return self.model_copy(update=dataset.own_objective)
+        """Name what only InfoNCE takes, and what heterogeneous batches cannot have."""
+        for_info_nce = {
+            "blended batches": self.batches == "blended",
+            "pairs=label_text": self.pairs == "label_text",
+            "min_score": any(dataset.min_score is not None for dataset in self.datasets),
+        }
+        given = [name for name, is_given in for_info_nce.items() if is_given]
+        if given and self.loss != "InfoNCE":
+            yield f"for {', '.join(given)} the loss must be InfoNCE, got {self.loss}"
+        instructed = any(one.instruction is not None or one.definition is not None for one in self.datasets)
+        if instructed and self.batches == "heterogeneous":
+            yield (
+                "a batch across datasets has the instruction of its task: make its batches homogeneous, or move the "
+                "dataset with its own into another task"
+            )
 
 
 class DataSettings(Settings):

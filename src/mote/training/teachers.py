@@ -94,8 +94,9 @@ class TeacherEmbeddings:
 
 def teachers_of(recipe: Recipe) -> dict[str, TeacherEmbeddings]:
     """Return the teachers of a recipe, each once, by their settings as JSON."""
-    settings = [task.of(dataset).teacher for task in recipe.tasks.values() for dataset in task.datasets]
-    by_key = {one.model_dump_json(): one for one in settings if one is not None}
+    by_key = {
+        task.teacher.model_dump_json(): task.teacher for task in recipe.tasks.values() if task.teacher is not None
+    }
     return {key: TeacherEmbeddings(one) for key, one in by_key.items()}
 
 

@@ -84,8 +84,7 @@ class TrainingRun(Run):
 
     def _check(self) -> None:
         for name, task in self.recipe.tasks.items():
-            for dataset in task.datasets:
-                check_loss(name, task.of(dataset), sparse=self.recipe.retrieval.kind != "dense")
+            check_loss(name, task, sparse=self.recipe.retrieval.kind != "dense")
         self.names, self.tokenizer = names_of(self.recipe, self.source), load_tokenizer(self.source)
         teachers_of(self.recipe)
 
@@ -240,11 +239,9 @@ class TrainingRun(Run):
 
     def _card_rows(self) -> list[tuple[Any, ...]]:
         """Return task, batches, loss, temperature, and datasets with their rows."""
-        sets = [part for one in self.data.sets.values() for part in one.parts or [one]]
-        of_dataset = {part.name: part.settings for part in sets}  # which may have an objective of its own
         datasets: dict[tuple[Any, ...], list[str]] = {}
         for report in self.data.reports:
-            own = of_dataset.get(report.name, self.recipe.tasks[report.task])
+            own = self.recipe.tasks[report.task]
             row = (report.task, own.batches, own.loss, own.temperature if own.loss == INFO_NCE else "")
             datasets.setdefault(row, []).append(f"{report.name} ({report.used:,})")
         return [(*row, ", ".join(names)) for row, names in datasets.items()]
