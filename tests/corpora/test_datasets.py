@@ -331,7 +331,7 @@ def test_killed_at_random_moments_it_ends_the_same(data: Path, model: Path) -> N
     ("rows", "message"),
     [
         ([{"query": "a", "positive": ""}], r"train\.jsonl:1: 'positive': String should have at least 1 character"),
-        ([{"text": "a", "label": "b"}], r"expected pairs \(anchor, positive\), got labelled rows"),
+        ([{"text": "a", "label": "b"}], r"'label', 'text' are not pairs \(anchor, positive\)"),
         ([{"query": "a", "positive": "b", "of": [{"page": "\ud800"}]}], r"train\.jsonl:1: .* encode .*ud800"),
         ([{"query": "a", "positive": "b", "raw": b"c"}], r"row 1: .*bytes is not JSON serializable"),
     ],

@@ -1,5 +1,6 @@
 """What the columns of a dataset mean, and which rows are valid."""
 
+import re
 from typing import Any
 
 import pytest
@@ -55,23 +56,25 @@ def test_every_type_of_row(row: dict[str, Any], row_type: str, example: Example)
 
 
 @pytest.mark.parametrize(
-    ("row", "columns", "message"),
+    ("row", "columns"),
     [
-        ({"title": "a", "abstract": "b"}, {}, "'abstract', 'title' are neither pairs .* `columns` in a recipe"),
-        ({"query": "a", "question": "b", "answer": "c"}, {}, "'query' and 'question' mean the same: .*`columns`"),
-        ({"query": "a", "positive": "b"}, {"anchor": "quary", "positive": "positive"}, "no column 'quary'. Did you"),
-        ({"q": "a", "t": "b", "p": "c"}, {"anchor": "q", "positive": ["t", "p"]}, "'t' and 'p' mean the same"),
-        ({"q": "a", "p": "c"}, {"anchor": "q", "positive": []}, "'anchor', 'positive' are neither pairs"),
-        ({"q": "a", "t": "b"}, {"anchor": "q", "text": "t"}, "'anchor', 'text' are neither pairs"),
+        ({"title": "a", "abstract": "b"}, {}),
+        ({"query": "a", "question": "b", "answer": "c"}, {}),
+        ({"query": "a", "question": "b", "text": "c"}, {}),
+        ({"sentence1": "a", "sentence2": "b", "score": 1, "similarity": 2}, {}),
+        ({"query": "a", "positive": "b"}, {"anchor": "quary", "positive": "positive"}),
+        ({"q": "a", "t": "b", "p": "c"}, {"anchor": "q", "positive": ["t", "p"]}),
+        ({"q": "a", "p": "c"}, {"anchor": "q", "positive": []}),
+        ({"q": "a", "t": "b"}, {"anchor": "q", "text": "t"}),
         (
             {"q": "a", "p": "b", "n": "c", "s": 1},
             {"anchor": "q", "positive": "p", "negative": "n", "score": "s"},
-            "'anchor', 'positive', 'negative', 'score' are neither pairs",
         ),
     ],
 )
-def test_missing_and_ambiguous_columns(row: dict[str, Any], columns: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"retrieval/tiny: .*{message}"):
+def test_missing_and_ambiguous_columns(row: dict[str, Any], columns: dict[str, Any]) -> None:
+    named = ", ".join(map(repr, sorted(row))) + (f" with `columns` {columns}" if columns else "")
+    with pytest.raises(ValueError, match=re.escape(f"retrieval/tiny: its columns {named} are not pairs (anchor, ")):
         check(row, columns)
 
 
@@ -84,15 +87,13 @@ def test_an_unknown_name_in_columns() -> None:
     ("present", "row", "fault"),
     [
         (PAIR, {"query": "", "positive": "b"}, "'query': String should have at least 1 character, got ''"),
-        (PAIR, {"query": "a", "positive": None}, "'positive': Input should be a valid string, got .None."),
         (PAIR, {"query": 3, "positive": "b"}, "'query': Input should be a valid string, got 3"),
         (PAIR, {"query": "a", "positive": []}, r"'positive': List should have at least 1 item .*, got \[\]"),
         (PAIR, {"query": "a", "positive": ["b", ""]}, "'positive': String should have at least 1 character, got .*"),
-        (PAIR, {"query": "a"}, "there is no column 'positive'. Available: 'query'."),
+        (PAIR, {"query": "a"}, r"'positive': .* list, got None \(there is no such column, only 'query'\)"),
         (PAIR, {"query": "a", "positive": "\ud83d"}, "'positive': .* unable to parse raw data as a unicode .*"),
         (LABELLED, {"text": "a", "label": 0.5}, "'label': Input should be a valid string, got 0.5"),
         (LABELLED, {"text": "a", "label": " "}, "'label': String should have at least 1 character, got ' '"),
-        (LABELLED, {"text": "a"}, "there is no column 'label'.*"),
         (SCORED, {**TEXTS, "score": "3"}, "'score': Input should be a valid number, got '3'"),
         (SCORED, {**TEXTS, "score": float("nan")}, "'score': Input should be a finite number, got nan"),
     ],

@@ -25,7 +25,6 @@ READERS: dict[str, Callable[[EvaluationDataset], Any]] = {
 }
 Rows = list[dict[str, Any]]
 PAIR = {"sentence1": "a", "sentence2": "b"}
-CLUSTERS = [{"text": str(i), "label": "ab"[i % 2]} for i in range(20)]
 SUMMARY = {"text": "t", "machine_summaries": ["a", "b"], "relevance": [1, 2]}
 
 
@@ -62,27 +61,20 @@ def test_a_limit_keeps_the_shares_of_labels() -> None:
     splits = content("classification/banking77", 40)
     assert len(splits["test"]) == 40
     assert set(Counter(row["label"] for row in splits["test"]).values()) == {1}
-    train = Counter(row["label"] for row in read_rows(EXAMPLES / "classification/banking77/train.jsonl.gz"))
-    kept = Counter(row["label"] for row in splits["train"])
-    assert sorted(kept.values()) == sorted(min(count, 16) for count in train.values())
+    assert len(splits["train"]) == len(read_rows(EXAMPLES / "classification/banking77/train.jsonl.gz"))
+
+
+PAIRS = [{**PAIR, "sentence1": str(i), "label": int(i == 0)} for i in range(100)]
+CLUSTERS = [{"text": str(i), "label": "ab"[i % 2]} for i in range(20)]
 
 
 @pytest.mark.parametrize(
-    ("path", "rows", "limit", "message"),
-    [
-        (
-            "pair/made",
-            [{**PAIR, "sentence1": str(i), "label": int(i == 0)} for i in range(100)],
-            5,
-            "all labels within",
-        ),
-        ("clustering/made", [{"text": str(i), "label": "ab"[i % 2]} for i in range(20)], 1, "all labels within"),
-        ("clustering/made", [{"text": str(i), "label": "ab"[i % 2]} for i in range(20)], 2, "no label has two texts"),
-    ],
+    ("path", "rows", "limit"),
+    [("pair/made", PAIRS, 5), ("clustering/made", CLUSTERS, 1), ("clustering/made", CLUSTERS, 2)],
 )
-def test_a_limit_that_leaves_nothing_to_score(path: str, rows: Rows, limit: int, message: str, tmp_path: Path) -> None:
+def test_a_limit_that_leaves_nothing_to_score(path: str, rows: Rows, limit: int, tmp_path: Path) -> None:
     write_rows(tmp_path / path / "test.jsonl.gz", rows)
-    with pytest.raises(ValueError, match=f"{path}: {message}"):
+    with pytest.raises(ValueError, match=rf"{path}: \d labels in {limit} rows within the limit of {limit} cannot"):
         content(path, limit, tmp_path)
     assert len(content(path, 60, tmp_path)) == min(60, len(rows))
 
@@ -128,20 +120,28 @@ def fault(folder: Path, path: str) -> str:
 
 RERANKING = {"query": "q", "positive": ["a"], "negative": ["b"]}
 INVALID = {  # case → task, rows of the test split, and what the error must say
-    "no column": ("sts", [{**PAIR, "score": 1}, PAIR], "test.jsonl.gz:2: there is no column 'score'."),
+    "no column": (
+        "sts",
+        [{**PAIR, "score": 1}, PAIR],
+        "test.jsonl.gz:2: 'score': Input should be a valid number, got None",
+    ),
     "no number": ("sts", [{**PAIR, "score": "4"}], ":1: 'score': Input should be a valid number, got '4'"),
     "no rows": ("sts", [], "no 'test' split, or one without rows"),
     "another label": ("pair", [{**PAIR, "label": 2}], "'label': Input should be 0 or 1, got 2"),
-    "one label": ("pair", [{**PAIR, "label": 1}] * 2, "all labels are 1, expected two or more"),
-    "no clusters": ("clustering", [{"text": "a", "label": "x"}] * 2, "all labels are 'x', expected two"),
+    "one label": ("pair", [{**PAIR, "label": 1}] * 2, "pair/bad: 1 labels in 2 rows cannot be scored"),
+    "no clusters": ("clustering", [{"text": "a", "label": "x"}] * 2, "clustering/bad: 1 labels in 2 rows cannot be"),
     "no list": ("reranking", [{**RERANKING, "positive": "a"}], "'positive': Input should be a valid list"),
     "no positive": ("reranking", [{**RERANKING, "positive": []}], "'positive': List should have at least 1 item"),
-    "lengths": ("summarization", [SUMMARY, {**SUMMARY, "relevance": [1]}], "row 2 has not one score for each machine"),
+    "lengths": (
+        "summarization",
+        [SUMMARY, {**SUMMARY, "relevance": [1]}],
+        ":2: machine_summaries and relevance are not of the same length",
+    ),
     "no scores": ("summarization", [{**SUMMARY, "relevance": ["x", 1]}], "'relevance': Input should be a valid number"),
     "unknown scores": (
         "summarization",
         [{"text": "t", "machine_summaries": ["a", "b"], "beauty": [1, 2]}],
-        "there is no column 'relevance'",
+        "'relevance': Input should be a valid list, got None",
     ),
 }
 
@@ -156,7 +156,7 @@ def test_invalid_rows_are_refused(case: str, tmp_path: Path) -> None:
 def test_one_summary_for_one_text_and_several_for_another(tmp_path: Path) -> None:
     rows = [{"text": "t", "machine_summaries": ["a"], "relevance": [1]}, SUMMARY]
     write_rows(tmp_path / "summarization/bad/test.jsonl.gz", rows)
-    with pytest.raises(ValueError, match="the first text has one machine summary, others have several"):
+    with pytest.raises(ValueError, match=r"gz:2: 'machine_summaries': List should have at most 1 item"):
         test_sets.read_summary_pairs(EvaluationDataset("summarization", "bad", tmp_path))
 
 
@@ -179,15 +179,24 @@ QUERIES = [{"_id": f"q{number}", "text": "a query"} for number in range(2)]
 QRELS = [("q0", "d0", "1"), ("q1", "d1", "2")]
 INVALID_RETRIEVAL: dict[str, tuple[tuple[Any, Any, Any], str]] = {
     "no corpus": (([], QUERIES, QRELS), "no 'corpus' split, or one without rows"),
-    "nothing relevant": ((DOCUMENTS, QUERIES, [("q0", "d0", "0")]), "in qrels/test.tsv no document is relevant to any"),
+    "nothing relevant": (
+        (DOCUMENTS, QUERIES, [("q0", "d0", "0")]),
+        "no query with a relevant document in qrels/test.tsv",
+    ),
     "unknown queries": (
         (DOCUMENTS, QUERIES, [*QRELS, ("q7", "d0", "1"), ("q8", "d0", "1")]),
         "names 2 unknown query ids, for instance 'q7'; there are 2, for instance 'q0'",
     ),
     "unknown documents": ((DOCUMENTS, QUERIES, [*QRELS, ("q1", "d9", "1")]), "names 1 unknown document ids"),
     "repeated ids": ((DOCUMENTS * 2, QUERIES, QRELS), "cannot tell apart 3 repeated document ids, for instance 'd0'"),
-    "no title": (([{"_id": "d0", "text": "a"}], QUERIES, QRELS), "corpus.jsonl.gz:1: there is no column 'title'"),
-    "no grade": ((DOCUMENTS, QUERIES, [("q0", "d0", "much")]), "test.tsv:2: expected query, document and an integer"),
+    "no title": (
+        ([{"_id": "d0", "text": "a"}], QUERIES, QRELS),
+        "corpus.jsonl.gz:1: 'title': Input should be a valid string, got None",
+    ),
+    "no grade": (
+        (DOCUMENTS, QUERIES, [("q0", "d0", "much")]),
+        "test.tsv:2: invalid literal for int() with base 10: 'much'",
+    ),
 }
 
 
@@ -205,10 +214,10 @@ def test_missing_files_are_named(missing: str, tmp_path: Path) -> None:
     assert missing.removesuffix(".jsonl.gz") in fault(tmp_path, "beir/made")
 
 
-def test_a_header_of_qrels_is_required(tmp_path: Path) -> None:
+def test_qrels_need_their_header(tmp_path: Path) -> None:
     retrieval_dataset(tmp_path, DOCUMENTS, QUERIES, QRELS)
-    (tmp_path / "beir/made/qrels/test.tsv").write_text("q0\t0\td0\t1\n")
-    assert "test.tsv:1: expected the header 'query-id\\tcorpus-id\\tscore', got 'q0" in fault(tmp_path, "beir/made")
+    (tmp_path / "beir/made/qrels/test.tsv").write_text("q0\t0\td0\t1\nq0\t0\td1\t1\n")
+    assert "test.tsv:2: 'query-id': Input should be a valid string, got None" in fault(tmp_path, "beir/made")
 
 
 def test_queries_without_relevant_documents_are_dropped(tmp_path: Path) -> None:

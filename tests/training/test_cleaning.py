@@ -35,7 +35,7 @@ def test_an_invalid_row_is_counted_and_reported_with_its_line(tmp_path: Path, li
 
 def test_a_dataset_without_rows(tmp_path: Path) -> None:
     write(tmp_path, "retrieval/tiny", [])
-    with pytest.raises(ValueError, match=r"retrieval/tiny: its columns \(none\) are neither pairs"):
+    with pytest.raises(ValueError, match=r"retrieval/tiny: its columns \(none\) are not pairs"):
         load(tmp_path, "retrieval/tiny")
     write(tmp_path, "retrieval/tiny", [{"query": "", "positive": ""}])
     with pytest.raises(ValueError, match="1 of 1 rows are invalid"):

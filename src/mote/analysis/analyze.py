@@ -14,7 +14,7 @@ from mote.analysis.measures import divergence_of, similarity_of, tsne
 from mote.analysis.options import AnalyzeOptions
 from mote.analysis.results import Analysis, ModelAnalysis
 from mote.analysis.weight_change import weight_change_of
-from mote.data.texts import TextPairs, Texts, find_pairs, find_texts
+from mote.data.texts import Texts, find_pairs, find_texts
 from mote.hub import commit_of
 from mote.inference.loading import load_any_encoder
 from mote.remote.configuration_mote import PAPER_INSTRUCTIONS
@@ -105,7 +105,7 @@ def _tasks(models: Mapping[str, Encoder], given: Sequence[str] | None, only_pair
 
 
 def _of_embeddings(
-    label: str, model: Encoder, tasks: list[str], texts: Texts, pairs: TextPairs | None, options: AnalyzeOptions
+    label: str, model: Encoder, tasks: list[str], texts: Texts, pairs: Texts | None, options: AnalyzeOptions
 ) -> ModelAnalysis:
     """Take all measurements on the model's embeddings."""
     embeddings = {task: embed(model, texts.texts, task, options.batch_size) for task in tasks}
@@ -119,7 +119,7 @@ def _of_embeddings(
     roles = next((roles for roles in ROLES if all(role in known for role in roles)), None)
     if roles is None:
         return found
-    sides = (texts.texts, texts.texts) if pairs is None else (pairs.queries, pairs.documents)
+    sides = (texts.texts, texts.texts) if pairs is None else tuple(zip(*pairs.texts, strict=True))
     queries, documents = (
         embeddings[role] if pairs is None and role in embeddings else embed(model, side, role, options.batch_size)
         for side, role in zip(sides, roles, strict=True)

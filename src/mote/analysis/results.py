@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from mote.analysis import plots
 from mote.analysis.measures import Array, Samples
 from mote.analysis.weight_change import WeightChange
-from mote.data.texts import TextPairs, Texts
+from mote.data.texts import Texts
 from mote.files import replaced
 from mote.reporting import Report, table
 from mote.statistics import WelchTest, decimals, welch_test
@@ -56,7 +56,7 @@ class Analysis(Report):
 
     models: tuple[ModelAnalysis, ...]
     texts: Texts
-    pairs: TextPairs | None
+    pairs: Texts | None
     seed: int
     retrieval: str | None = None
 
@@ -75,7 +75,7 @@ class Analysis(Report):
     def __str__(self) -> str:
         """Format as Markdown."""
         pairs = (
-            f"{len(self.pairs.queries)}, {self.pairs.source}" if self.pairs else "none; the same texts took both roles"
+            f"{len(self.pairs.texts)}, {self.pairs.source}" if self.pairs else "none; the same texts took both roles"
         )
         about = [
             f"Texts: {len(self.texts.texts)}, {self.texts.source}.",

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from mote.data.columns import check_row, find_columns
-from mote.data.rows import Location, read_rows, require_valid
+from mote.data.columns import Example, check_row, find_columns
+from mote.data.rows import Location, read_rows
 
 
 @dataclass(frozen=True)
@@ -101,18 +101,15 @@ def read_pairs(location: Location[Any], corpus: Iterable[str] = ()) -> PairDatas
     Raises:
         ValueError: If a row is invalid, or the rows are not pairs.
     """
-    rows = list(require_valid(read_rows(location)))
-    present = dict.fromkeys(column for row in rows for column in row.content)  # some have fewer negatives than others
-    columns = find_columns(location.settings, present, location.name)
-    if columns.row_type != "pairs":
-        raise ValueError(f"{location.name}: expected pairs (anchor, positive), got {columns.row_type} rows")
-    examples = []
-    for row in rows:
-        try:
-            examples.append(check_row(row.content, columns))
-            _as_line(row.content)  # it is written again in the end
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{row.where}: {error}") from error
+    rows = list(read_rows(location))
+    present = {column for row in rows for column in row.take(set)}  # some have fewer negatives than others
+    columns = find_columns(location.settings, present, location.name, ("pairs",))
+
+    def take(row: dict[str, Any]) -> Example:
+        _as_line(row)  # it is written again in the end
+        return check_row(row, columns)
+
+    examples = [row.take(take) for row in rows]
     texts = PairTexts.of([each.anchor for each in examples], [each.positives for each in examples], corpus)
     return PairDataset(location.name, [row.content for row in rows], "negative" in columns.names, texts)
 

@@ -4,13 +4,14 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mote.corpora.options import EmbedOptions
 from mote.data.columns import LABEL, STRING, check_value
-from mote.data.rows import find_datasets, read_rows, require_valid
+from mote.data.rows import find_datasets, read_rows
 from mote.data.settings import DatasetSource
 from mote.files import replaced
 
@@ -75,14 +76,10 @@ def read_texts(files: Iterable[str | Path], options: EmbedOptions) -> Iterator[C
     """
     settings = [DatasetSource(path=str(file), split=options.split, subset=options.subset) for file in files]
     locations = [location for each in settings for location in find_datasets(each, Path.cwd())]
-    rows = (row for location in locations for row in require_valid(read_rows(location)))
     columns = None
-    for number, row in enumerate(rows):
-        try:
-            columns = columns or _columns_of(row.content, options)
-            yield columns.take(row.content, number)
-        except ValueError as error:
-            raise ValueError(f"{row.where}: {error}") from None
+    for number, row in enumerate(row for location in locations for row in read_rows(location)):
+        columns = columns or row.take(partial(_columns_of, options=options))
+        yield row.take(partial(columns.take, number=number))
     if columns is None:
         raise ValueError(f"{', '.join(map(str, files))}: the corpus has no rows")
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -10,9 +11,14 @@ from pydantic import Field, FiniteFloat, StringConstraints, TypeAdapter, Validat
 
 from mote.data.rows import Location, read_rows
 from mote.data.settings import DatasetSource
-from mote.settings import alternatives
 
 RowType = Literal["pairs", "scored", "labelled", "texts"]
+ROW_TYPES: dict[RowType, str] = {
+    "pairs": "pairs (anchor, positive)",
+    "scored": "scored pairs (sentence1, sentence2, score)",
+    "labelled": "labelled texts (text, label)",
+    "texts": "texts (text)",
+}
 
 # Usual names of columns.
 ANCHORS = ("anchor", "query", "question", "sentence1", "sentence_1", "text1", "premise")
@@ -35,15 +41,10 @@ NUMBER = TypeAdapter[Any](FiniteFloat)
 
 @dataclass(frozen=True)
 class Columns:
-    """What the rows of a dataset hold, and in which columns.
-
-    Attributes:
-        row_type: `pairs` (with or without hard negatives), `scored` pairs, `labelled` texts, or single `texts`.
-        names: `anchor`, `positive`, `negative` and `label` → the dataset's columns. A single text is an anchor.
-    """
+    """What the rows of a dataset hold, and in which columns."""
 
     row_type: RowType
-    names: dict[str, tuple[str, ...]]
+    names: dict[str, tuple[str, ...]]  # anchor (or a single text), positive, negative, label → the dataset's columns
 
 
 class Example(NamedTuple):
@@ -55,59 +56,50 @@ class Example(NamedTuple):
     label: str | float | None = None
 
 
-def find_columns(settings: DatasetSource, present: Iterable[str], name: str) -> Columns:
+def find_columns(
+    settings: DatasetSource, present: Iterable[str], name: str, expected: Iterable[RowType] = tuple(ROW_TYPES)
+) -> Columns:
     """Determine what the columns of a dataset mean, by their usual names or those that its settings give them.
 
-    Args:
-        settings: The dataset's settings.
-        present: The dataset's columns.
-        name: The dataset's name, for errors.
-
-    Raises:
-        ValueError: If a column is missing, or the names are ambiguous.
+    The name of the dataset is for the error if its rows are not of an expected type, or the names are ambiguous.
     """
-    present = sorted(present)
-    given: dict[str, list[str]] = {column: [column] for column in present}
+    given: dict[str, list[str]] = {column: [column] for column in sorted(present)}
+    listed, known = ", ".join(map(repr, given)) or "(none)", set(given)
     if settings.columns:
+        listed += f" with `columns` {settings.columns}"
         given = {key: [names] if isinstance(names, str) else names for key, names in settings.columns.items()}
-    for column in chain.from_iterable(given.values()):
-        if column not in present:
-            raise ValueError(f"{name}: there is no column {column!r}." + alternatives(column, present))
-    columns = _by_usual_names(given, name)
-    if not columns or (settings.columns and len(columns.names) < len(given)):
+    columns = _by_usual_names(given)
+    all_used = not settings.columns or (columns and len(columns.names) == len(given))
+    if not columns or columns.row_type not in expected or not all_used or not known.issuperset(chain(*given.values())):
         raise ValueError(
-            f"{name}: its columns {', '.join(map(repr, given)) or '(none)'} are neither pairs (anchor, positive) nor "
-            "labelled texts (text, label) nor scored pairs (sentence1, sentence2, score): rename them, or name them "
-            "with `columns` in a recipe"
+            f"{name}: its columns {listed} are not {' or '.join(ROW_TYPES[each] for each in expected)}, each with one "
+            "name: rename them, or choose them with `columns` in a recipe"
         )
     return columns
 
 
-def _by_usual_names(given: dict[str, list[str]], name: str) -> Columns | None:
-    """Interpret column names, each of which stands for one column of the dataset, or for several with negatives."""
+def _by_usual_names(given: dict[str, list[str]]) -> Columns | None:
+    """Interpret names, each of one column or, of negatives, of several; None if they are unknown or ambiguous."""
 
-    def one_of(usual: tuple[str, ...]) -> tuple[str, ...]:
-        found = tuple(column for key in usual for column in given.get(key, ()))
-        if len(found) > 1:
-            raise ValueError(
-                f"{name}: {' and '.join(map(repr, found))} mean the same: rename all but one, or choose one with "
-                "`columns` in a recipe"
-            )
-        return found
+    def found(usual: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(column for key in usual for column in given.get(key, ()))
 
-    anchor, positive = one_of(ANCHORS), one_of(POSITIVES)
-    if anchor and positive:
-        matches = sorted(filter(None, map(NEGATIVES.fullmatch, given)), key=lambda match: int(match[1] or 0))
-        negatives = tuple(column for match in matches for column in given[match[0]])
-        if negatives:
-            return Columns("pairs", {"anchor": anchor, "positive": positive, "negative": negatives})
-        if label := one_of(SCORES):
-            return Columns("scored", {"anchor": anchor, "positive": positive, "label": label})
-        return Columns("pairs", {"anchor": anchor, "positive": positive})
-    if text := one_of(TEXTS):
-        label = one_of(("label",))
-        return Columns("labelled", {"anchor": text, "label": label}) if label else Columns("texts", {"anchor": text})
-    return Columns("texts", {"anchor": anchor}) if anchor else None
+    matches = sorted(filter(None, map(NEGATIVES.fullmatch, given)), key=lambda match: int(match[1] or 0))
+    anchor, positive, text = found(ANCHORS), found(POSITIVES), found(TEXTS)
+    pair, negative = {"anchor": anchor, "positive": positive}, found(tuple(match[0] for match in matches))
+    layouts: list[tuple[RowType, dict[str, tuple[str, ...]]]] = [
+        ("pairs", {**pair, "negative": negative}),
+        ("scored", {**pair, "label": found(SCORES)}),
+        ("pairs", pair),
+        ("labelled", {"anchor": text, "label": found(("label",))}),
+        ("texts", {"anchor": text}),
+        ("texts", {"anchor": anchor}),
+    ]
+    for row_type, names in layouts:
+        if all(names.values()):
+            single = (anchor, positive, names["anchor"], names.get("label", ()))
+            return Columns(row_type, names) if max(map(len, single)) == 1 else None
+    return None
 
 
 class Examples(NamedTuple):
@@ -119,21 +111,19 @@ class Examples(NamedTuple):
     errors: list[str]
 
 
-def read_examples(location: Location[Any], max_invalid_fraction: float = 0.0) -> Examples:
-    """Read the rows of a dataset.
-
-    Raises:
-        ValueError: If a column is missing, too many rows are invalid, or none is valid.
-    """
+def read_examples(
+    location: Location[Any], max_invalid_fraction: float = 0.0, expected: Iterable[RowType] = tuple(ROW_TYPES)
+) -> Examples:
+    """Read the rows of a dataset; too many invalid ones are an error."""
     rows = list(read_rows(location))
-    columns = find_columns(location.settings, {column for row in rows for column in row.content}, location.name)
+    present = {column for row in rows for column in row.content}
+    columns = find_columns(location.settings, present, location.name, expected)
     examples, errors = [], []
     for row in rows:
         try:
-            examples.append(check_row(row.content, columns))
+            examples.append(row.take(partial(check_row, columns=columns)))
         except ValueError as error:
-            # A row that could not be read has no columns.
-            errors.append(f"{row.where}: {row.fault or error}")
+            errors.append(str(error))
     if len(errors) > max_invalid_fraction * len(rows) or not examples:
         first = "\n  ".join(errors[:SHOWN_ERRORS])
         raise ValueError(
@@ -144,11 +134,7 @@ def read_examples(location: Location[Any], max_invalid_fraction: float = 0.0) ->
 
 
 def check_row(row: dict[str, Any], columns: Columns) -> Example:
-    """Take the texts and the label of a row.
-
-    Raises:
-        ValueError: If the row is invalid; the message says why.
-    """
+    """Take the texts and the label of a row."""
     names = {meaning: columns[0] for meaning, columns in columns.names.items()}
     anchor = check_value(row, names["anchor"], TEXT)
     if columns.row_type == "texts":
@@ -171,15 +157,11 @@ def _texts(row: dict[str, Any], column: str) -> tuple[str, ...]:
 
 
 def check_value(row: dict[str, Any], column: str, kind: TypeAdapter[Any]) -> Any:
-    """Return a value of a row.
-
-    Raises:
-        ValueError: If there is none, or it is of another kind.
-    """
-    if column not in row:
-        raise ValueError(f"there is no column {column!r}." + alternatives(column, row))
+    """Return a value of a row, which must be of a kind."""
+    value = row.get(column)
     try:
-        kind.validate_python(row[column], strict=True)
+        kind.validate_python(value, strict=True)
     except ValidationError as error:
-        raise ValueError(f"{column!r}: {error.errors()[0]['msg']}, got {row[column]!r:.80}") from None
-    return row[column]
+        without = "" if column in row else f" (there is no such column, only {', '.join(map(repr, row)) or 'none'})"
+        raise ValueError(f"{column!r}: {error.errors()[0]['msg']}, got {value!r:.80}{without}") from None
+    return value

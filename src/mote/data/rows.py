@@ -10,12 +10,12 @@ import json
 import logging
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from glob import glob
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, Generic, NamedTuple, TypeVar
 
 from mote.settings import alternatives
 
@@ -31,6 +31,8 @@ PARQUET_BATCH = 4096
 # Some exports append a hash to the names.
 _SHARD = re.compile(r"(\d+)-of-(\d+)\b")
 
+T = TypeVar("T")
+
 logger = logging.getLogger(__name__)
 
 
@@ -44,77 +46,60 @@ class Row(NamedTuple):
     content: dict[str, Any]
     fault: str = ""
 
+    def take(self, function: Callable[[dict[str, Any]], T]) -> T:
+        """Return what a function makes of the columns; the `ValueError` about an invalid row has its location."""
+        problem: object = self.fault
+        try:
+            if not self.fault:
+                return function(self.content)
+        except (ValueError, TypeError) as error:
+            problem = error
+        raise ValueError(f"{self.where}: {problem}")
+
 
 def read_files(files: Iterable[Path]) -> Iterator[Row]:
-    """Read JSON lines, parquet and plain text, whose lines become rows with a column `text`, one after another.
-
-    Raises:
-        ValueError: If a file is truncated or damaged, has an unknown format, or is a text in another encoding.
-    """
+    """Read JSON lines, parquet and plain text, whose lines become rows with a column `text`, one after another."""
     for file in files:
-        if file.suffix == ".parquet":
-            yield from _numbered(str(file), _read_parquet(file))
-        elif file.name.endswith(ENDINGS):
-            yield from (_parse(where, line) for where, line in _read_lines(file))
-        elif file.name.endswith(TEXT_ENDINGS):
-            yield from (Row(where, {"text": line}) for where, line in read_text_lines(file))
-        else:
-            raise ValueError(f"{file}: unknown format, expected one of {', '.join(ENDINGS + TEXT_ENDINGS)}")
+        with file.open("rb") as stream:
+            try:
+                yield from _read(file, stream)
+            except (EOFError, OSError, ValueError, zlib.error) as error:
+                raise ValueError(f"{file} cannot be read: {error}") from error
 
 
-def require_valid(rows: Iterable[Row]) -> Iterator[Row]:
-    """Yield rows up to the first invalid one, which is a `ValueError`."""
-    for row in rows:
-        if row.fault:
-            raise ValueError(f"{row.where}: {row.fault}")
-        yield row
+def _read(file: Path, stream: BinaryIO) -> Iterator[Row]:
+    if file.suffix == ".parquet":
+        from pyarrow import parquet
+
+        batches = parquet.ParquetFile(stream).iter_batches(PARQUET_BATCH)
+        yield from _numbered(str(file), (row for batch in batches for row in batch.to_pylist()))
+    elif file.name.endswith(ENDINGS + TEXT_ENDINGS):
+        for number, line in enumerate(_unpacked(stream) if file.suffix == ".gz" else stream, start=1):
+            if row := _parse(f"{file}:{number}", line, file.name.endswith(TEXT_ENDINGS)):
+                yield row
+    else:
+        raise ValueError(f"unknown format, expected one of {', '.join(ENDINGS + TEXT_ENDINGS)}")
 
 
-def read_text_lines(file: Path) -> Iterator[tuple[str, str]]:
-    """Read a text file, compressed or not: the location of each non-blank line, and the line without outer spaces."""
-    for where, line in _read_lines(file):
-        try:
-            text = line.decode().strip()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{where}: not a text in UTF-8 ({error})") from error
-        if text:
-            yield where, text
+def _unpacked(stream: BinaryIO) -> Any:
+    if not stream.read(1):  # `gzip` takes this for a file without lines
+        raise EOFError("it has 0 bytes")
+    stream.seek(0)
+    return gzip.open(stream)
 
 
-def _read_lines(file: Path) -> Iterator[tuple[str, bytes]]:
-    compressed = file.suffix == ".gz"
-    if compressed and not file.stat().st_size:
-        # `gzip` takes this for a file without lines.
-        raise ValueError(f"{file} is truncated or damaged: it has 0 bytes")
-    with gzip.open(file) if compressed else file.open("rb") as lines:
-        try:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield f"{file}:{number}", line.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n")
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise ValueError(f"{file} is truncated or damaged: {error}") from error
-
-
-def _parse(where: str, line: bytes) -> Row:
+def _parse(where: str, line: bytes, plain: bool) -> Row | None:
+    """Read a line of plain text or JSON; None if it is blank."""
     try:
-        content = json.loads(line.decode())
+        text = line.removeprefix(codecs.BOM_UTF8).decode().strip()
+        if not text:
+            return None
+        content = {"text": text} if plain else json.loads(text)
     except ValueError as error:
-        return Row(where, {}, f"invalid JSON ({error})")
+        return Row(where, {}, f"not a text in UTF-8 ({error})" if plain else f"invalid JSON ({error})")
     if not isinstance(content, dict):
         return Row(where, {}, f"expected a JSON object, got {type(content).__name__}")
     return Row(where, content)
-
-
-def _read_parquet(file: Path) -> Iterator[dict[str, Any]]:
-    import pyarrow
-    from pyarrow import parquet
-
-    with file.open("rb") as stream:
-        try:
-            for batch in parquet.ParquetFile(stream).iter_batches(PARQUET_BATCH):
-                yield from batch.to_pylist()
-        except (pyarrow.ArrowInvalid, OSError) as error:
-            raise ValueError(f"{file} is truncated or damaged: {error}") from error
 
 
 def _numbered(name: str, rows: Iterable[dict[str, Any]]) -> Iterator[Row]:
@@ -128,64 +113,54 @@ AnySettings = TypeVar("AnySettings", bound="DatasetSource")
 
 @dataclass(frozen=True)
 class Location(Generic[AnySettings]):
-    """Where a dataset was found.
+    """Where a dataset was found, and by which settings."""
 
-    Attributes:
-        name: The last two parts of its path below the data folder, `retrieval/arxiv`; of a dataset on the Hub its id.
-        settings: The settings by which it was found.
-        files: Files of the split; empty for a dataset on the Hub.
-    """
-
-    name: str
+    name: str  # the last two parts of its path below the data folder, `retrieval/arxiv`; or its id on the Hub
     settings: AnySettings
-    files: tuple[Path, ...] = ()
+    files: tuple[Path, ...] = ()  # of the split; none for a dataset on the Hub
 
 
 def find_datasets(settings: AnySettings, folder: Path) -> list[Location[AnySettings]]:
-    """Find the datasets that an entry of a recipe stands for.
+    """Find the datasets that an entry of a recipe stands for, sorted by path.
 
-    Args:
-        settings: The entry. Its path is a file, a folder with files for the split, a pattern that matches some of
-            these, or `hub:user/name`. Text files are taken only if the path ends like one.
-        folder: Data folder, which relative paths start from.
-
-    Returns:
-        The datasets, sorted by path.
-
-    Raises:
-        FileNotFoundError: If there is no such dataset, or no such split.
-        ValueError: If the split exists in more than one form, or `exclude` matches no dataset.
+    Its path, relative to the data folder, is a file, a folder with files for the split, a pattern that matches some of
+    these, or `hub:user/name`. Text files are taken only if the path ends like one.
     """
-    path, split = settings.path, settings.split
+    path, split, target = settings.path, settings.split, folder / settings.path
     if path.startswith(HUB):
         name = path.removeprefix(HUB)
         return [Location(f"{name}/{settings.subset}" if settings.subset else name, settings)]
     endings = TEXT_ENDINGS if path.endswith(TEXT_ENDINGS) else ENDINGS
-    places = _matching(path, folder)
+    # A pattern may be absolute.
+    matches = [path] if target.exists() else glob(path, root_dir=folder, recursive=True)  # noqa: PTH207
     found = []
-    for place in places:
+    for place in sorted(folder / match for match in matches):
         name = _name(place, folder, split)
-        if not place.is_dir() and not place.name.endswith(endings) and len(places) > 1:
-            logger.warning("%s: unknown format, skipped: expected one of %s", place, ", ".join(endings))
-        elif files := split_files(place, split) if place.is_dir() else (place,):
+        is_file = not place.is_dir() and (len(matches) == 1 or place.name.endswith(endings))
+        if files := (place,) if is_file else split_files(place, split):
             found.append(Location(name, settings, files))
         else:
-            logger.info("%s: no %r split, skipped", name, split)
-    left = _without_excluded(found, settings.exclude)
+            logger.warning("%s: no %r split, and no file that is read here: skipped", place, split)
+    left = found
+    for pattern in settings.exclude:
+        matching = [one for one in found if fnmatch(f"/{one.name}", f"*/{pattern}")]
+        if not matching:
+            names = [one.name for one in found]
+            raise ValueError(f"exclude: there is no dataset {pattern!r}." + alternatives(pattern, names))
+        left = [one for one in left if one not in matching]
     if not left:
-        target, excluded = folder / path, " that is not excluded" if found else ""
-        hint = f". For all datasets in it: {path.rstrip('/')}/*" if any(target.glob("*/")) else ""
-        expected = ", ".join(split + ending for ending in ENDINGS)
-        raise FileNotFoundError(f"{target} has no {split!r} split{excluded}: expected one of {expected}{hint}")
+        nearest = next(place for place in (target, *target.parents) if place.is_dir())
+        inside = sorted(child.name for child in nearest.iterdir() if not child.name.startswith("."))
+        missing = [*target.relative_to(nearest).parts, split][0]
+        expected = " or ".join(split + ending for ending in ENDINGS)
+        raise FileNotFoundError(
+            f"There is no dataset {target} with {expected}. In {nearest}:" + alternatives(missing, inside)
+        )
     return left
 
 
 def split_files(folder: Path, split: str) -> tuple[Path, ...]:
-    """Find the files of a split in a folder: `train.jsonl`, `train-00000-of-00002.parquet`, `train/0.parquet`.
-
-    Raises:
-        ValueError: If the split exists in more than one form, or shards of it are missing.
-    """
+    """Find the files of a split in a folder: `train.jsonl`, `train-00000-of-00002.parquet`, `train/0.parquet`."""
     patterns = (split, f"{split}-[0-9]*", f"{split}/*")
     found = {file: ending for ending in ENDINGS for pattern in patterns for file in folder.glob(pattern + ending)}
     # Nothing else would reveal that shards are missing, or that there are two exports.
@@ -200,19 +175,14 @@ def split_files(folder: Path, split: str) -> tuple[Path, ...]:
 
 
 def read_rows(location: Location[Any]) -> Iterator[Row]:
-    """Read a dataset, with invalid rows; errors as in `read_files` and `load_from_hub`."""
+    """Read a dataset, with invalid rows."""
     if location.files:
         return read_files(location.files)
     return _numbered(location.name, load_from_hub(location.settings))
 
 
 def load_from_hub(settings: "DatasetSource") -> Any:
-    """Load a dataset from the Hub, or from the cache of `datasets`.
-
-    Raises:
-        FileNotFoundError: If there is none.
-        ValueError: If the dataset has no such split, or its name is also a folder.
-    """
+    """Load a dataset from the Hub, or from the cache of `datasets`."""
     import datasets
 
     name = settings.path.removeprefix(HUB)
@@ -222,38 +192,11 @@ def load_from_hub(settings: "DatasetSource") -> Any:
     return datasets.load_dataset(name, name=settings.subset, split=settings.split, revision=settings.revision)
 
 
-def _matching(path: str, folder: Path) -> list[Path]:
-    """Find the files and folders that a path stands for: itself, or what matches the pattern."""
-    target = folder / path
-    if target.exists():
-        return [target]
-    # A pattern may be absolute.
-    found = sorted(folder / match for match in glob(path, root_dir=folder, recursive=True))  # noqa: PTH207
-    if not found:
-        nearest = next(parent for parent in target.parents if parent.exists())
-        inside = sorted(child.name for child in nearest.iterdir() if not child.name.startswith("."))
-        missing = target.relative_to(nearest).parts[0]
-        raise FileNotFoundError(f"There is no dataset {target}. In {nearest}:" + alternatives(missing, inside))
-    return found
-
-
 def _name(path: Path, folder: Path, split: str) -> str:
     ending = next((ending for ending in ENDINGS + TEXT_ENDINGS if path.name.endswith(ending)), "")
     stem = path.name.removesuffix(ending)
     path = path.parent if path.is_file() and stem == split else path.with_name(stem)
-    path = path.resolve()
-    inside = path.is_relative_to(folder.resolve()) and path != folder.resolve()
-    parts = path.relative_to(folder.resolve()).parts if inside else path.parts[1:]
+    path, folder = path.resolve(), folder.resolve()
+    inside = path.is_relative_to(folder) and path != folder
+    parts = path.relative_to(folder).parts if inside else path.parts[1:]
     return "/".join(parts[-2:])
-
-
-def _without_excluded(found: list[Location[AnySettings]], exclude: list[str]) -> list[Location[AnySettings]]:
-    """Leave out datasets by patterns of their names."""
-    left = found
-    for pattern in exclude:
-        matching = [one for one in found if fnmatch(one.name, pattern) or fnmatch(one.name.split("/")[-1], pattern)]
-        if not matching:
-            names = sorted(one.name for one in found)
-            raise ValueError(f"exclude: there is no dataset {pattern!r}." + alternatives(pattern, names))
-        left = [one for one in left if one not in matching]
-    return left

@@ -3,9 +3,10 @@
 docs/evaluation.md describes the folder. Nothing here depends on mteb.
 """
 
+import csv
 import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, FiniteFloat, TypeAdapter
 
 from mote.data.columns import LABEL, NUMBER, STRING, check_value
-from mote.data.rows import read_files, read_text_lines, require_valid, split_files
+from mote.data.rows import Row, read_files, split_files
 from mote.remote.configuration_mote import alternatives
 
 Rows = list[dict[str, Any]]
@@ -22,6 +23,7 @@ Qrels = dict[str, dict[str, int]]  # query → document → grade
 
 BINARY = TypeAdapter[Any](Literal[0, 1])
 STRINGS = TypeAdapter[Any](Annotated[list[str], Field(min_length=1)])
+ONE_STRING = TypeAdapter[Any](Annotated[list[str], Field(min_length=1, max_length=1)])
 NUMBERS = TypeAdapter[Any](Annotated[list[FiniteFloat], Field(min_length=1)])
 
 # Folder of a task → split → columns that are read; in MTEB's order of task types.
@@ -35,14 +37,11 @@ SPLITS: dict[str, dict[str, dict[str, TypeAdapter[Any]]]] = {
     "summarization": {"test": {"text": STRING, "machine_summaries": STRINGS}},
 }
 QRELS = "qrels/test.tsv"
-QRELS_HEADER = "query-id\tcorpus-id\tscore"
+# Human scores of summaries; the first column that a dataset has is used. MTEB takes SummEval's `relevance`.
 SUMMARY_SCORES = ("relevance", "informativeness", "litepyramid_recall", "consistency", "coherence", "fluency")
-"""Columns with human scores of summaries; the first that a dataset has is used. MTEB takes SummEval's `relevance`."""
 
 CORPUS_PER_QUERY = 10
 """Number of documents per query to which a limited corpus is filled up."""
-SHOTS = 8
-"""Texts per label that MTEB draws (AmazonCounterfactual: 32); a limited train split keeps at least twice as many."""
 MAX_UNSEEN = 0.05
 """Fraction of test rows whose labels may be missing in the train split: real datasets (ATIS) have some such rows; more
 of them suggest that the labels are spelt differently."""
@@ -50,117 +49,90 @@ TEXTS_PER_CLUSTER = 8
 """Texts per label that a limited clustering dataset keeps on average, at the cost of labels."""
 
 # Version of the reader: increase it when scores of the same files change.
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclass(frozen=True)
 class EvaluationDataset:
-    """A dataset of a data folder with a test split.
+    """A dataset of a data folder with a test split."""
 
-    Attributes:
-        task: Folder of its task, one of `SPLITS`.
-        name: Name of its own folder.
-        folder: The data folder.
-        limit: Maximum number of test rows (`beir`, `reranking`: queries) to use. Default: all.
-    """
-
-    task: str
+    task: str  # its folder, one of `SPLITS`
     name: str
-    folder: Path
-    limit: int | None = None
+    folder: Path  # the data folder
+    limit: int | None = None  # of test rows, or of queries
 
     @property
     def path(self) -> str:
         """Path in the data folder, which names it in errors."""
         return f"{self.task}/{self.name}"
 
-    def files(self, split: str) -> tuple[Path, ...]:
-        """The files of a split; there may be none."""
-        return split_files(self.folder / self.path, split)
-
-    # The next three are called for all datasets before any is loaded: what they cannot read fails only its own dataset.
+    # The next two are called for all datasets before any is loaded: what they cannot read fails only its own dataset.
 
     def revision(self) -> str:
         """Hash the files and the limit, to distinguish results on different data."""
         digest = blake2b(f"{_VERSION} {self.limit}".encode(), digest_size=8)
-        files = [self.folder / self.path / QRELS] if self.task == "beir" else []
-        for split in SPLITS[self.task]:
-            try:
-                files += self.files(split)
-            except ValueError:
-                continue
-        for file in filter(Path.is_file, files):
+        for file in sorted(filter(Path.is_file, (self.folder / self.path).rglob("*"))):
             digest.update(f"\0{file.relative_to(self.folder)}\0".encode())
             digest.update(file.read_bytes())
         return digest.hexdigest()
 
-    def count(self) -> int:
-        """Number of test rows, before any limit; of `beir` the number of qrels. 0 if they cannot be read."""
+    def unchecked_rows(self) -> list[Any]:
+        """The test rows, before any limit, or those of the qrels; none if they cannot be read."""
         try:
             if self.task == "beir":
-                return sum(len(documents) for documents in self.qrels().values())
-            return sum(1 for _ in read_files(self.files("test")))
+                return [grade for documents in self.qrels().values() for grade in documents.values()]
+            return [row.content for row in read_files(split_files(self.folder / self.path, "test"))]
         except (OSError, ValueError):
-            return 0
+            return []
 
-    def first_row(self) -> dict[str, Any]:
-        """The first test row, whatever it holds; empty if it cannot be read."""
-        try:
-            return next((row.content for row in read_files(self.files("test"))), {})
-        except (OSError, ValueError):
-            return {}
-
-    def rows(self, split: str = "test", further: Mapping[str, TypeAdapter[Any]] | None = None) -> Rows:
-        """Read all rows of a split, with only the columns of its task and `further` ones (`_id` is renamed to `id`).
-
-        Raises:
-            ValueError: If a row is invalid, or there are none.
-        """
+    def rows(
+        self,
+        split: str = "test",
+        further: Mapping[str, TypeAdapter[Any]] | None = None,
+        same_length: Sequence[str] = (),
+    ) -> Rows:
+        """Read all rows of a split, with only the columns of its task and `further` ones (`_id` is renamed to `id`)."""
         columns = {**SPLITS[self.task][split], **(further or {})}
-        rows = []
-        for where, content, _ in require_valid(read_files(self.files(split))):
-            try:
-                values = {name: check_value(content, name, kind) for name, kind in columns.items()}
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}") from None
-            rows.append({name.removeprefix("_"): value for name, value in values.items()})
+
+        def take(row: dict[str, Any]) -> dict[str, Any]:
+            values = {name.removeprefix("_"): check_value(row, name, kind) for name, kind in columns.items()}
+            if len({len(values[name]) for name in same_length}) > 1:
+                raise ValueError(f"{' and '.join(same_length)} are not of the same length")
+            return values
+
+        rows = [row.take(take) for row in read_files(split_files(self.folder / self.path, split))]
+        return self.require_rows(rows, f"{split!r} split, or one without rows")
+
+    def require_rows(self, rows: Rows, what: str) -> Rows:
+        """Return rows, of which there must be some."""
         if not rows:
-            raise ValueError(f"{self.path}: no {split!r} split, or one without rows")
+            raise ValueError(f"{self.path}: no {what}")
         return rows
 
     def qrels(self) -> Qrels:
-        """Read which documents are relevant to which queries.
+        """Read which documents are relevant to which queries."""
+        path, qrels = self.folder / self.path / QRELS, defaultdict[str, dict[str, int]](dict)
 
-        Raises:
-            FileNotFoundError: If there is no such file.
-            ValueError: If a line is invalid.
-        """
-        qrels: Qrels = defaultdict(dict)
-        lines = read_text_lines(self.folder / self.path / QRELS)
-        where, header = next(lines, ("", ""))
-        if header != QRELS_HEADER:
-            raise ValueError(f"{where or self.path}: expected the header {QRELS_HEADER!r}, got {header!r}")
-        for where, line in lines:
-            try:
-                query, document, grade = line.split("\t")
-                qrels[query][document] = int(grade)
-            except ValueError:
-                raise ValueError(f"{where}: expected query, document and an integer, got {line!r}") from None
+        def take(row: dict[str, Any]) -> None:
+            query, document = (check_value(row, name, STRING) for name in ("query-id", "corpus-id"))
+            qrels[query][document] = int(row.get("score") or "")
+
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            lines = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+            for line in lines:
+                Row(f"{path}:{lines.line_num}", line).take(take)
         return dict(qrels)
 
-    def require_two(self, values: set[Any], what: str) -> None:
-        """Raise `ValueError` if rows all have one value, which has no score, even if only because of the limit."""
-        if len(values) < 2:
-            within_limit = f" within the limit of {self.limit}" if self.limit is not None else ""
-            raise ValueError(f"{self.path}: all {what}{within_limit} are {next(iter(values))!r}, expected two or more")
+    def require_labels(self, rows: Rows) -> None:
+        """Refuse test rows that have no score: their labels are all equal or all different, maybe due to the limit."""
+        labels = [row["label"] for row in rows]
+        if not 1 < len(set(labels)) < len(labels):
+            within = f" within the limit of {self.limit}" if self.limit is not None else ""
+            raise ValueError(f"{self.path}: {len(set(labels))} labels in {len(labels)} rows{within} cannot be scored")
 
 
 def find_evaluation_datasets(folder: Path, limit: int | None = None) -> list[EvaluationDataset]:
-    """Find all datasets with a test split, in the order of `SPLITS` and by name.
-
-    Raises:
-        FileNotFoundError: If there is no dataset in the folder.
-    """
+    """Find all datasets with a test split, in the order of `SPLITS` and by name."""
     found = [
         EvaluationDataset(task, place.name, folder, limit)
         for task in SPLITS
@@ -175,57 +147,44 @@ def find_evaluation_datasets(folder: Path, limit: int | None = None) -> list[Eva
     return found
 
 
-# Samples: hashes of the rows decide, so that their order in a file does not -------------------------------------------
-
-
-def ranks(rows: Rows, label: str | None = None) -> list[tuple[int, int]]:
-    """Return for each row its rank by hash, among all rows or those of its label, and the number of such rows."""
-    groups: dict[Any, list[tuple[bytes, int]]] = defaultdict(list)
-    for index, row in enumerate(rows):
-        groups[row[label] if label else None].append((_hash(row), index))
-    found = {index: (rank, len(group)) for group in groups.values() for rank, (_, index) in enumerate(sorted(group))}
-    return [found[index] for index in range(len(rows))]
-
-
 def sample(rows: Rows, limit: int | None, label: str | None = None) -> Rows:
-    """Take at most `limit` rows, in their order; with a label, in proportion to the sizes of the labels."""
+    """Take at most `limit` rows, in their order; with a label, in proportion to the sizes of the labels.
+
+    Hashes of the rows decide, so that their order in a file does not.
+    """
     if limit is None or len(rows) <= limit:
         return rows
-    # The row of rank r among n is at (r + ½) / n: the first rows in this order are a fair share of each label.
-    places = [((rank + 0.5) / size, _hash(rows[index]), index) for index, (rank, size) in enumerate(ranks(rows, label))]
-    return [rows[index] for index in sorted(index for *_, index in sorted(places)[:limit])]
-
-
-def _hash(row: dict[str, Any]) -> bytes:
-    return blake2b(b"limit\0" + json.dumps(row, sort_keys=True, default=str).encode(), digest_size=8).digest()
+    hashes = [blake2b(b"limit\0" + json.dumps(row, sort_keys=True).encode(), digest_size=8).digest() for row in rows]
+    sizes, ranks = Counter(row.get(label) for row in rows), Counter[Any]()
+    places = {}
+    for index in sorted(range(len(rows)), key=hashes.__getitem__):
+        group = rows[index].get(label)
+        # The first rows in this order are a fair share of each label.
+        places[index] = (ranks[group] + 0.5) / sizes[group]
+        ranks[group] += 1
+    return [rows[index] for index in sorted(sorted(places, key=places.__getitem__)[:limit])]
 
 
 # Tasks ---------------------------------------------------------------------------------------------------------------
 
 
 def read_classification(dataset: EvaluationDataset) -> dict[str, Rows]:
-    """Read `train` and `test`: `text`, and as `label` a number.
+    """Read `train` and `test`: `text`, and as `label` a number. The limit is for the test split.
 
-    A limit also shortens the train split, but leaves at least 16 texts of each label, or all if there are fewer. If
-    only a few test rows have labels that the train split lacks, they count as wrong, as in mteb; more are an error.
+    If only a few test rows have labels that the train split lacks, they count as wrong, as in mteb; more are an error.
     """
     splits = {split: _with_labels(dataset, split) for split in SPLITS["classification"]}
-    labels = sorted({row["label"] for row in splits["train"]})
+    labels = {row["label"] for row in splits["train"]}
     unseen = [row["label"] for row in splits["test"] if row["label"] not in labels]
     if len(unseen) > MAX_UNSEEN * len(splits["test"]):
         raise ValueError(
             f"{dataset.path}: {len(unseen)} test rows have labels that the train split lacks, for instance "
-            f"{unseen[0]!r}." + alternatives(unseen[0], labels)
+            f"{unseen[0]!r}." + alternatives(unseen[0], sorted(labels))
         )
-    dataset.require_two(set(labels), "labels of the train split")
-    if dataset.limit is not None:
-        splits["test"] = sample(splits["test"], dataset.limit, "label")
-        each = max(2 * SHOTS, dataset.limit // len(labels))
-        ranked = zip(splits["train"], ranks(splits["train"], "label"), strict=True)
-        splits["train"] = [row for row, (rank, _) in ranked if rank < each]
+    splits["test"] = sample(splits["test"], dataset.limit, "label")
     # Labels of the test split first: if it has two, mteb treats them as 0 and 1, though others may be predicted.
     tested = {row["label"] for row in splits["test"]}
-    ordered = sorted({*labels, *tested}, key=lambda label: (label not in tested, label))
+    ordered = sorted(labels | tested, key=lambda label: (label not in tested, label))
     numbers = {label: number for number, label in enumerate(ordered)}
     return {
         split: [{"text": row["text"], "label": numbers[row["label"]]} for row in rows] for split, rows in splits.items()
@@ -235,15 +194,12 @@ def read_classification(dataset: EvaluationDataset) -> dict[str, Rows]:
 def read_clustering(dataset: EvaluationDataset) -> Rows:
     """Read `text` and `label`. A limit drops the smallest labels, so that 8 texts are left for each."""
     rows = _with_labels(dataset, "test")
-    sizes = Counter(row["label"] for row in rows)
     if dataset.limit is not None and len(rows) > dataset.limit:
-        kept = sorted(sizes, key=lambda label: (-sizes[label], label))
-        kept = kept[: max(2, dataset.limit // TEXTS_PER_CLUSTER)]
+        sizes = Counter(row["label"] for row in rows)
+        largest = sorted(sizes, key=lambda label: (-sizes[label], label))
+        kept = largest[: max(2, dataset.limit // TEXTS_PER_CLUSTER)]
         rows = sample([row for row in rows if row["label"] in kept], dataset.limit, "label")
-    labels = {row["label"] for row in rows}
-    dataset.require_two(labels, "labels")
-    if len(labels) == len(rows):
-        raise ValueError(f"{dataset.path}: no label has two texts, so any clustering would be perfect")
+    dataset.require_labels(rows)
     return rows
 
 
@@ -254,7 +210,7 @@ def _with_labels(dataset: EvaluationDataset, split: str) -> Rows:
 def read_pairs(dataset: EvaluationDataset) -> Rows:
     """Read `sentence1`, `sentence2`, `labels`."""
     rows = sample(dataset.rows(), dataset.limit, "label")
-    dataset.require_two({row["label"] for row in rows}, "labels")
+    dataset.require_labels(rows)
     return [{**row, "labels": int(row.pop("label"))} for row in rows]
 
 
@@ -263,31 +219,27 @@ def read_test_rows(dataset: EvaluationDataset) -> Rows:
     return sample(dataset.rows(), dataset.limit)
 
 
-def read_summaries(dataset: EvaluationDataset) -> Rows:
+def read_summaries(dataset: EvaluationDataset, machine: TypeAdapter[Any] = STRINGS) -> Rows:
     """Read `text`, `machine_summaries`, `human_summaries`, and the human scores as `relevance`.
 
     If there are no human summaries, machine summaries are compared with the text itself.
     """
-    first = dataset.first_row()
+    first = (dataset.unchecked_rows() or [{}])[0]
     scores = next((name for name in SUMMARY_SCORES if name in first), SUMMARY_SCORES[0])
-    references = {"human_summaries": STRINGS} if "human_summaries" in first else {}
-    rows = dataset.rows("test", references | {scores: NUMBERS})
-    for number, row in enumerate(rows, start=1):
+    kinds = {"human_summaries": STRINGS} if "human_summaries" in first else {}
+    kinds |= {"machine_summaries": machine, scores: NUMBERS}
+    rows = dataset.rows("test", kinds, same_length=("machine_summaries", scores))
+    for row in rows:
         row["relevance"] = row.pop(scores)
         row.setdefault("human_summaries", [row["text"]])
-        if len(row["machine_summaries"]) != len(row["relevance"]):
-            raise ValueError(f"{dataset.path}: row {number} has not one score for each machine summary ({scores!r})")
     return sample(rows, dataset.limit)
 
 
 def read_summary_pairs(dataset: EvaluationDataset) -> Rows:
     """Read one machine summary per text as scored pairs: `sentence1` (reference), `sentence2`, `score`."""
-    rows = read_summaries(dataset)
-    if any(len(row["machine_summaries"]) > 1 or len(row["human_summaries"]) > 1 for row in rows):
-        raise ValueError(f"{dataset.path}: the first text has one machine summary, others have several")
     return [
         {"sentence1": row["human_summaries"][0], "sentence2": row["machine_summaries"][0], "score": row["relevance"][0]}
-        for row in rows
+        for row in read_summaries(dataset, ONE_STRING)
     ]
 
 
@@ -321,15 +273,12 @@ def read_retrieval(dataset: EvaluationDataset) -> RetrievalDataset:
     _check_ids(dataset, "query", queries, set(qrels))
     _check_ids(dataset, "document", corpus, _documents(qrels))
     queries = [query for query in queries if any(grade > 0 for grade in qrels.get(query["id"], {}).values())]
-    if not queries:
-        raise ValueError(f"{dataset.path}: in {QRELS} no document is relevant to any query")
-    queries = sample(queries, dataset.limit)
+    queries = sample(dataset.require_rows(queries, f"query with a relevant document in {QRELS}"), dataset.limit)
     qrels = {query["id"]: qrels[query["id"]] for query in queries}
     if dataset.limit is not None:
         kept = _documents(qrels)
         others = [row for row in corpus if row["id"] not in kept]
-        size = max(0, CORPUS_PER_QUERY * dataset.limit - len(kept))
-        kept |= {row["id"] for row in (sample(others, size) if size else [])}
+        kept |= {row["id"] for row in sample(others, max(0, CORPUS_PER_QUERY * dataset.limit - len(kept)))}
         corpus = [row for row in corpus if row["id"] in kept]
     return RetrievalDataset(corpus, queries, qrels)
 

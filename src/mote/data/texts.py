@@ -1,14 +1,14 @@
 """Texts for analyses and calibration: from a file, a folder of datasets, or the 128 shipped with MoTE."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from mote.data.columns import Example, read_examples
+from mote.data.columns import ROW_TYPES, Example, RowType, read_examples
 from mote.data.rows import Location, split_files
 from mote.data.settings import DatasetSource
 
@@ -18,30 +18,14 @@ FOLDERS = ("retrieval", "classification", "clustering")
 
 @dataclass(frozen=True)
 class Texts:
-    """A sample of at least two texts, and its source in words."""
+    """A sample of at least two texts, or pairs of a query and its document, and its source in words."""
 
-    texts: tuple[str, ...]
+    texts: tuple[Any, ...]
     source: str
 
     def __post_init__(self) -> None:
-        _require_two(self.texts, self.source)
-
-
-@dataclass(frozen=True)
-class TextPairs:
-    """A sample of at least two queries and their documents, and its source in words."""
-
-    queries: tuple[str, ...]
-    documents: tuple[str, ...]
-    source: str
-
-    def __post_init__(self) -> None:
-        _require_two(self.queries, self.source)
-
-
-def _require_two(texts: tuple[str, ...], source: str) -> None:
-    if len(texts) < 2:
-        raise ValueError(f"{source} has {len(texts)} texts or pairs: a distribution needs at least two")
+        if len(self.texts) < 2:
+            raise ValueError(f"{self.source} has {len(self.texts)} texts or pairs: a distribution needs at least two")
 
 
 def read_texts(file: str | Path | None = None) -> list[str]:
@@ -55,7 +39,7 @@ def read_texts(file: str | Path | None = None) -> list[str]:
         ValueError: If it is damaged, not UTF-8 or of another format, a row has no text, or there are no texts.
     """
     path = Path(str(files("mote.data") / "texts.jsonl")) if file is None else Path(file)
-    return [example.anchor for example in _examples(path.name, (path,))]
+    return [example.anchor for example in _read(path.name, (path,))]
 
 
 def find_texts(
@@ -63,78 +47,49 @@ def find_texts(
 ) -> Texts:
     """Sample distinct texts from a file, else from the datasets of a folder, else from those shipped with MoTE.
 
-    Args:
-        file: As for `read_texts`.
-        folder: A data folder with datasets in `retrieval`, `classification` or `clustering`. Each is read from its
-            test split if there is one, else from its train split, and all contribute the same number of texts.
-        limit: Size of the sample, which keeps the order of the file.
-        seed: Seed of the sample.
-
-    Raises:
-        FileNotFoundError: If the file or the folder does not exist, or the folder holds no dataset.
-        ValueError: If a file is damaged, a row has no text, or there are fewer than two texts.
+    Of a data folder, each dataset in `FOLDERS` is read from its test split if there is one, else from its train split,
+    and all contribute the same number of texts. The sample of a file keeps its order.
     """
     if file is None and folder is None:
         return Texts(_sample([_distinct(read_texts())], limit, seed), "the texts that come with MoTE")
-    return Texts(*_sample_of(file, folder, FOLDERS, lambda example: example.anchor, limit, seed))
+    splits, source = _splits_of(file, folder, FOLDERS)
+    datasets = [_distinct(example.anchor for example in _read(source, split)) for split in splits]
+    return Texts(_sample(datasets, limit, seed), source)
 
 
 def find_pairs(
     file: str | Path | None = None, folder: str | Path | None = None, limit: int = 128, seed: int = 0
-) -> TextPairs | None:
+) -> Texts | None:
     """Sample distinct pairs from a file, else from the datasets in `retrieval` of a folder, else return None.
 
-    Args:
-        file: Rows with pairs; of several positives, the first counts.
-        folder: A data folder.
-        limit: Size of the sample.
-        seed: Seed of the sample.
-
-    Raises:
-        ValueError: If a file is damaged, a row is not a pair, or there are fewer than two.
+    Of several positives, the first counts.
     """
     if file is None and (folder is None or not (Path(folder) / "retrieval").is_dir()):
         return None
-    pairs, source = _sample_of(file, folder, ("retrieval",), _first_pair, limit, seed)
-    return TextPairs(tuple(query for query, _ in pairs), tuple(document for _, document in pairs), source)
+    splits, source = _splits_of(file, folder, ("retrieval",))
+    read = [_read(source, split, ("pairs", "scored")) for split in splits]
+    datasets = [_distinct((example.anchor, example.positives[0]) for example in examples) for examples in read]
+    return Texts(_sample(datasets, limit, seed), source)
 
 
-def _sample_of(
-    file: str | Path | None,
-    folder: str | Path | None,
-    names: Sequence[str],
-    take: Callable[[Example], Any],
-    limit: int,
-    seed: int,
-) -> tuple[tuple[Any, ...], str]:
-    """Sample what `take` returns for the rows of a file, or of the datasets in some folders of a data folder."""
+def _splits_of(
+    file: str | Path | None, folder: str | Path | None, names: Sequence[str]
+) -> tuple[list[tuple[Path, ...]], str]:
+    """Return the files of each dataset: one file, or those in some folders of a data folder; and what they are."""
     if file is not None:
-        splits: list[tuple[Path, ...]] = [(Path(file),)]
-        source = Path(file).name
-    else:
-        root = Path(str(folder))
-        paths = sorted(path for name in names for path in (root / name).glob("*") if path.is_dir())
-        splits = [found for path in paths if (found := split_files(path, "test") or split_files(path, "train"))]
-        if not splits:
-            expected = " or ".join(names)
-            raise FileNotFoundError(f"{root} holds no datasets: expected {expected}, with NAME/train.jsonl.gz")
-        source = f"{root.resolve().name}, {len(splits)} datasets"
-    datasets = [_distinct([take(example) for example in _examples(source, split)]) for split in splits]
-    return _sample(datasets, limit, seed), source
+        return [(Path(file),)], Path(file).name
+    root = Path(str(folder))
+    paths = sorted(path for name in names for path in (root / name).glob("*") if path.is_dir())
+    splits = [found for path in paths if (found := split_files(path, "test") or split_files(path, "train"))]
+    return splits, f"{root.resolve().name}, {len(splits)} datasets"
 
 
-def _distinct(items: Sequence[Any]) -> list[Any]:
+def _distinct(items: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys(items))
 
 
-def _examples(name: str, split: tuple[Path, ...]) -> list[Example]:
-    return read_examples(Location(name, DatasetSource(path=name), split)).rows
-
-
-def _first_pair(example: Example) -> tuple[str, str]:
-    if not example.positives:
-        raise ValueError(f"expected pairs (anchor, positive), got the text {example.anchor!r:.80}")
-    return example.anchor, example.positives[0]
+def _read(name: str, split: tuple[Path, ...], expected: Iterable[RowType] = tuple(ROW_TYPES)) -> list[Example]:
+    return read_examples(Location(name, DatasetSource(path=name), split), expected=expected).rows
 
 
 def _sample(datasets: Sequence[list[Any]], limit: int, seed: int) -> tuple[Any, ...]:
