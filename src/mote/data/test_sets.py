@@ -147,7 +147,7 @@ def find_evaluation_datasets(folder: Path, limit: int | None = None) -> list[Eva
     return found
 
 
-def sample(rows: Rows, limit: int | None, label: str | None = None) -> Rows:
+def sample(rows: Rows, limit: int | None, label: str = "") -> Rows:
     """Take at most `limit` rows, in their order; with a label, in proportion to the sizes of the labels.
 
     Hashes of the rows decide, so that their order in a file does not.
