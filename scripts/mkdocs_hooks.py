@@ -36,7 +36,7 @@ def command_reference() -> Iterator[str]:
 def name_reference(module: str) -> Iterator[str]:
     """Refer to the documentation of a module's public names."""
     home = importlib.import_module(module)
-    for name in getattr(home, "__all__", ()):
+    for name in getattr(home, "__all__", dir(home)):
         thing = getattr(home, name)
         own_module = getattr(thing, "__module__", "")
         # Classes of the model have a page of their own.

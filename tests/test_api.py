@@ -1,10 +1,11 @@
 """The package's names, which are imported on first use."""
 
-import importlib
+import ast
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from helpers.paths import SMALL_ENCODER
@@ -12,11 +13,14 @@ from helpers.paths import SMALL_ENCODER
 import mote
 
 
-@pytest.mark.parametrize("module", ["mote", "mote.experts"])
-def test_every_public_name_exists(module: str) -> None:
-    found = importlib.import_module(module)
-    for name in found.__all__:
-        assert getattr(found, name) is not None
+@pytest.mark.parametrize(("module", "names"), [(mote, dir(mote)), (mote.experts, mote.experts.__all__)])
+def test_every_public_name_exists(module: ModuleType, names: list[str]) -> None:
+    for name in names:
+        assert getattr(module, name) is not None
+    tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
+    for_type_checkers = next(node.body for node in tree.body if isinstance(node, ast.If))
+    imported = [alias.name for node in for_type_checkers if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assert sorted(imported) == sorted(names)
 
 
 def test_results_are_shown_as_tables(fresh_folder: Path) -> None:
