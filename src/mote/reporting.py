@@ -21,10 +21,7 @@ COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0
 def table(header: Sequence[object], rows: Iterable[Sequence[object]], *, align: str = "") -> str:
     """Lay out a Markdown table whose columns line up, so that it also reads well in a terminal.
 
-    Args:
-        header: Column titles.
-        rows: Cells of each row.
-        align: `l` or `r` for each column. Default: the first column left, the others right.
+    `align` has `l` or `r` for each column. Default: the first column left, the others right.
     """
     align = align or "l" + "r" * (len(header) - 1)
     grid = Table(box=box.MARKDOWN)
@@ -54,6 +51,10 @@ class Report:
     def _repr_markdown_(self) -> str:
         return str(self)
 
+    def failed(self) -> list[str]:
+        """Each failure in one line; the command then has a status of 1."""
+        return []
+
 
 def megabytes(size: int) -> str:
     """Format a number of bytes: `175.4 MB`."""
@@ -66,32 +67,22 @@ def millions(count: int) -> str:
 
 
 def label_models(models: str | Path | Sequence[str | Path] | Mapping[str, str | Path]) -> dict[str, str]:
-    """Label models for tables and charts.
+    """Return label → model for tables and charts, from models of which some may be given as LABEL=MODEL.
 
-    Args:
-        models: One model or several, each a folder, an id on the Hub, or LABEL=MODEL; or label → model. Without a
-            label, a folder is called by its name (`RUN/model` of a training run by `RUN`), or by its path as given
-            where another model has this name; a model on the Hub by its id.
-
-    Returns:
-        Label → model, in order.
-
-    Raises:
-        ValueError: If two models have the same label.
+    Others are called by their id on the Hub or the name of their folder, `RUN/model` of a training run by `RUN`.
     """
     if isinstance(models, Mapping):
         return {label: str(model) for label, model in models.items()}
-    given: list[tuple[str, str]] = []
-    for word in [str(one) for one in ([models] if isinstance(models, str | Path) else models)]:
+    named: dict[str, str] = {}
+    for word in map(str, [models] if isinstance(models, str | Path) else models):
         label, equals, model = word.partition("=")
-        given.append((label, model) if equals and not Path(word).exists() else ("", word))
-    names = [label or _name_of(model) for label, model in given]
-    labels = [
-        name if label or names.count(name) == 1 else model for name, (label, model) in zip(names, given, strict=True)
-    ]
-    if len(set(labels)) < len(labels):
-        raise ValueError(f"Two models have the same label ({', '.join(labels)}): choose others, as in LABEL=MODEL")
-    return {label: model for label, (_, model) in zip(labels, given, strict=True)}
+        if not equals or Path(word).exists():
+            label, model = "", word
+        label = label or _name_of(model)
+        if label in named:
+            raise ValueError(f"Two models have the label {label!r}: give one another, as in LABEL=MODEL")
+        named[label] = model
+    return named
 
 
 def _name_of(model: str) -> str:
@@ -102,10 +93,10 @@ def _name_of(model: str) -> str:
 
 
 class ConsoleHandler(logging.Handler):
-    """Log lines on the terminal: progress to stdout, warnings and errors to stderr."""
+    """Log lines on the terminal: progress to stdout, warnings to stderr, as these are when a line is written."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record to the current stream, which tests and notebooks replace."""
+        """Write a line."""
         warned = record.levelno >= logging.WARNING
         stream = sys.stderr if warned else sys.stdout
         prefix = f"{record.levelname.lower()}: " if warned else ""
@@ -113,20 +104,12 @@ class ConsoleHandler(logging.Handler):
         stream.flush()
 
 
-def console_logging(level: int = logging.INFO) -> ConsoleHandler:
+def console_logging() -> None:
     """Print what the package logs, as the command line does.
 
     In a job of several processes (`RANK` is set) only the first prints progress; all print warnings.
-
-    Args:
-        level: Lowest level to print: `logging.DEBUG`, `INFO` or `WARNING`.
-
-    Returns:
-        The handler, to remove it from the logger `mote`. A second call returns the same one.
     """
     logger = logging.getLogger("mote")
-    console = next((handler for handler in logger.handlers if isinstance(handler, ConsoleHandler)), ConsoleHandler())
-    console.setLevel(logging.WARNING if os.environ.get("RANK", "0") != "0" else logging.NOTSET)
-    logger.addHandler(console)  # a logger takes a handler once
-    logger.setLevel(level)
-    return console
+    if not any(isinstance(handler, ConsoleHandler) for handler in logger.handlers):
+        logger.addHandler(ConsoleHandler())
+    logger.setLevel(logging.WARNING if os.environ.get("RANK", "0") != "0" else logging.INFO)

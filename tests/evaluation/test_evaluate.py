@@ -158,7 +158,7 @@ def test_failures_do_not_stop_the_others(
     )
     printed = capsys.readouterr()
     assert status == 1
-    assert "error: 3 scores failed: small-encoder on sts-part1: " in printed.err
+    assert "error: 3 failed: small-encoder on sts-part1: " in printed.err
     assert "without-a-task on clustering-trivia: " in printed.err
     evaluation = Evaluation.from_json((out / "scores.json").read_text())
     assert evaluation.common == ["sts-part0", "sts-part2"]

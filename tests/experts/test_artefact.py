@@ -187,8 +187,8 @@ def test_a_wrong_base_is_refused(
 ) -> None:
     folder = shutil.copytree(tiny_mote, tmp_path / "other")
     change(folder)
-    for verb in (["add", str(folder), str(legal)], ["merge", str(folder), "clustering", str(legal), "--name", "x"]):
-        assert main(["experts", *verb, "--out", str(tmp_path / "out")]) == 1
+    for verb in (["add", str(folder), str(legal)], ["merge", str(folder), "clustering", str(legal)]):
+        assert main(["experts", *verb, "--name", "x", "--out", str(tmp_path / "out")]) == 1
         error = capsys.readouterr().err
         assert f"error: The expert 'legal' of {legal} has another base than {folder}" in error
         assert f"{base_hash(tiny_mote)} and {base_hash(folder)}. What works: the MoTE that it was" in error
@@ -232,11 +232,11 @@ def test_to_the_hub_and_back(tiny_mote: Path, with_legal: Path, tmp_path: Path) 
         out, error = run_mote(server, tmp_path / "home", onto_a_model, push, token="hf_write")
         assert "statuses [1, 0]" in out, error
         assert "user/legal-mote holds a whole model" in error
-        assert "mote experts add MODEL user/legal --out DIR" in out
+        assert "mote experts add MODEL user/legal --name legal --out DIR" in out
         assert {*server.files("user/legal")} - {".gitattributes"} == {"expert.safetensors", "mote.json"}
 
-        add = ["add", tiny_mote, "user/legal", "--out", "new"]
-        a_model = ["add", tiny_mote, "user/legal-mote", "--out", "x"]
+        add = ["add", tiny_mote, "user/legal", "--name", "legal", "--out", "new"]
+        a_model = ["add", tiny_mote, "user/legal-mote", "--name", "x", "--out", "x"]
         in_place = ["rename", "user/legal-mote", "legal", "law", "--overwrite"]
         listed = ["list", "user/legal-mote"]
         out, error = run_mote(server, tmp_path / "fresh", add, a_model, in_place, push, listed)

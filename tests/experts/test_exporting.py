@@ -12,7 +12,6 @@ from helpers.checkpoints import files_in, read_json, tiny_tokenizer, trusted
 from helpers.families import all_families, batch, trained_mote
 from helpers.kills import stop_everywhere
 from helpers.on_disk import export
-from helpers.paths import SMALL_ENCODER
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
 
@@ -125,7 +124,6 @@ def test_the_command(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert run(trained, tmp_path / "out") == 0
     printed = capsys.readouterr().out
     assert f'Wrote {tmp_path / "out"}\nSentenceTransformer("{tmp_path / "out"}")' in printed
-    assert "load_exported" not in printed
     assert run(trained, tmp_path / "out", "--overwrite", expert="search_query") == 0
     assert read_steps(tmp_path / "out")[-1]["settings"] == {"name": "search_query"}
 
@@ -134,9 +132,7 @@ def test_the_command(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     ("options", "message"),
     [
         (["--quantize", "int4"], 'Invalid value "int4" for --quantize'),
-        (["--quantize", "int8"], "quantize and texts are for other backends"),
-        (["--texts", str(SMALL_ENCODER.parent / "service/requirements.txt")], "texts are for other backends"),
-        (["--texts", "no-such-file.txt"], "No such file"),
+        (["--quantize", "int8"], "quantize is for other backends"),
     ],
 )
 def test_what_is_refused(options: list[str], message: str, trained: Path, tmp_path: Path, capsys: Any) -> None:

@@ -1,6 +1,7 @@
 """Exported experts in ONNX Runtime and OpenVINO."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,13 +127,10 @@ def test_every_family_is_converted(name: str, backend: str, tmp_path: Path) -> N
 @pytest.mark.slow
 def test_texts_of_ones_own(trained_folder: Path, tmp_path: Path) -> None:
     need("onnx")
-    (tmp_path / "texts.txt").write_text("whales\n\nbread and olives\n")
-    out = tmp_path / "out"
-    assert run(trained_folder, out, "--backend", "onnx", "--texts", str(tmp_path / "texts.txt")) == 0
-    assert read_steps(out)[-1]["converted"]["texts"] == 2
-    (tmp_path / "texts.txt").write_text("whales\n")  # a batch of one row says nothing of others, nor may it seem to
-    out = tmp_path / "one"
-    assert run(trained_folder, out, "--backend", "onnx", "--texts", str(tmp_path / "texts.txt")) == 0
+    # A batch of one row says nothing of others, nor may it seem to.
+    convert = partial(runtimes.convert, backend="onnx", texts=["whales"])
+    out = mote.transform(trained_folder, tmp_path / "one", mote.experts.export, "clustering", after=convert)
+    assert read_steps(out)[-1]["converted"]["texts"] == 1
     assert load_exported(out, "onnx").encode(TEXTS).shape[0] == len(TEXTS)
 
 

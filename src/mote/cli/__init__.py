@@ -3,18 +3,15 @@
 Each command imports the libraries that it needs: torch takes seconds, for which `mote --help` should not wait.
 """
 
-import contextlib
-import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+import traceback
+from collections.abc import Sequence
 from types import FrameType
-from typing import Annotated
+from typing import NamedTuple
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError
 
 import mote
 from mote.reporting import console_logging
@@ -22,21 +19,12 @@ from mote.reporting import console_logging
 _COMPLETION = "--install-completion"
 
 
-@dataclass
-class Verb:
-    """A command.
-
-    Attributes:
-        function: `module:name` of its function, below `mote`.
-        help: Its line in `mote --help`.
-        extra: Extra of the package that it needs.
-        fixed: Parameters of the function that are not on the command line, and their values.
-    """
+class Verb(NamedTuple):
+    """A command: `module:name` of its function below `mote`, its line in the help, the extra that it needs."""
 
     function: str
     help: str
     extra: str = ""
-    fixed: dict[str, str] = field(default_factory=dict)
 
 
 VERBS = {
@@ -44,20 +32,14 @@ VERBS = {
     "lengthen": Verb(
         "lengthening:lengthen", "Replace an encoder's learned positions by rotary ones, for longer texts."
     ),
-    "train": Verb(
-        "cli.verbs:run_recipe",
-        "Train a model from a recipe.",
-        "train",
-        fixed={"function": "mote.training.train:train", "plan": "mote.training.train:plan"},
-    ),
+    "train": Verb("cli.verbs:train", "Train a model from a recipe.", "train"),
     "pretrain": Verb(
-        "cli.verbs:run_recipe",
+        "cli.verbs:pretrain",
         "Pre-train a model on plain text: masked language modelling, alone or with a decoder (CoT-MAE).",
         "train",
-        fixed={"function": "mote.training.pretraining:pretrain", "plan": "mote.training.pretraining:plan_pretraining"},
     ),
-    "evaluate": Verb("cli.verbs:evaluate", "Score models with MTEB.", "evaluate"),
-    "analyze": Verb("cli.verbs:analyze", "Show how far experts have specialised.", "evaluate"),
+    "evaluate": Verb("evaluation.evaluate:evaluate", "Score models with MTEB.", "evaluate"),
+    "analyze": Verb("analysis.analyze:analyze", "Show how far experts have specialised.", "evaluate"),
     "embed": Verb("corpora.embed:embed_corpus", "Embed a corpus into sharded parquet files.", "corpora"),
     "mine": Verb("corpora.mining:mine_negatives", "Mine hard negatives for datasets of pairs.", "corpora"),
     "filter": Verb("corpora.filtering:filter_pairs", "Drop the pairs that a model does not confirm.", "corpora"),
@@ -69,24 +51,24 @@ VERBS = {
     "memory": Verb("training.memory:estimate_memory", "Estimate the memory of training."),
     "card": Verb("checkpoints.cards:write_card", "Rewrite a model's card."),
     "experts list": Verb("experts:list_experts", "List the experts of a MoTE."),
-    "experts add": Verb("cli.verbs:add_expert", "Write a MoTE with one more expert."),
+    "experts add": Verb("experts:add", "Write a MoTE with one more expert."),
     "experts extract": Verb("experts:extract", "Write one expert into files of its own."),
-    "experts merge": Verb("cli.verbs:merge_experts", "Write a MoTE with one more expert, the weighted mean of others."),
+    "experts merge": Verb("experts:merge", "Write a MoTE with one more expert, the weighted mean of others."),
     "experts remove": Verb("experts:remove", "Write a MoTE without one of its experts."),
     "experts rename": Verb("experts:rename", "Write a MoTE with an expert renamed."),
 }
 
 
 def application(words: Sequence[str]) -> App:
-    """Return the app with the commands that are among the words; of all others, it knows the line in the help.
-
-    torch and transformers take seconds to import, for which `mote --help` should not wait.
-    """
-    app = App("mote", help="Text-embedding models with task experts.", help_format="plaintext")
-    app.version = lambda: f"mote {mote.__version__}"
-    app.result_action = "return_value"
-    app.suppress_keyboard_interrupt = app.meta.suppress_keyboard_interrupt = False
-    app.meta.default(partial(_launch, app))
+    """Return the app with the commands that are among the words; of all others, it knows the line in the help."""
+    app = App(
+        "mote",
+        help="Text-embedding models with task experts.",
+        help_format="plaintext",
+        version=lambda: f"mote {mote.__version__}",
+        result_action="return_value",
+        suppress_keyboard_interrupt=False,
+    )
     app.register_install_completion_command(_COMPLETION)
     group = App("experts", help="List, add, extract, merge, remove and rename experts.")
     app.command(group)
@@ -98,31 +80,8 @@ def application(words: Sequence[str]) -> App:
 
             parent.command(as_command(verb), name=name, help_format="markdown")
         else:
-            parent.command(_not_run, name=name, help=verb.help)
+            parent.command(App(name, help=verb.help))
     return app
-
-
-def _launch(
-    app: App,
-    *words: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
-    debug: Annotated[
-        bool, Parameter(name=["--debug", "-v"], env_var="MOTE_DEBUG", negative=(), show_default=False)
-    ] = False,
-    quiet: Annotated[bool, Parameter(name=["--quiet", "-q"], negative=(), show_default=False)] = False,
-) -> None:
-    """Run a command.
-
-    Args:
-        app: The app.
-        words: The command, and its arguments.
-        debug: Print debug messages, and errors with tracebacks.
-        quiet: Print only results, warnings and errors.
-    """
-    console_logging(logging.DEBUG if debug else logging.WARNING if quiet else logging.INFO)
-    if quiet:
-        # Read by huggingface_hub and transformers when they are imported.
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    app(words, exit_on_error=False, print_error=False)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -135,40 +94,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0; 1 after an error and 2 after a usage error, which are printed in one line; 130 or 143 after
         SIGINT or SIGTERM.
     """
-    logger = logging.getLogger("mote")
-    level, console = logger.level, console_logging()
-    received: list[int] = []
+    words = sys.argv[1:] if argv is None else argv
+    console_logging()
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        with _terminable(received):
-            return _run(sys.argv[1:] if argv is None else argv)
+        application(words)(words, exit_on_error=False, print_error=False)
     except KeyboardInterrupt as interrupt:
         sys.stderr.write(f"interrupted: {str(interrupt) or 'no partial result was left behind'}\n")
-        return 128 + (received[0] if received else signal.SIGINT)
-    finally:
-        logger.removeHandler(console)
-        logger.setLevel(level)
-
-
-def _run(argv: Sequence[str]) -> int:
-    try:
-        application(argv).meta(argv, exit_on_error=False, print_error=False)
+        terminated = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+        return 128 + (signal.SIGTERM if terminated else signal.SIGINT)
     except CycloptsError as error:
-        place = " ".join(["mote", *(error.command_chain or argv[:1])])
+        place = " ".join(["mote", *(error.command_chain or words[:1])])
         _print_error(f"{error} (see `{place} --help`)")
         return 2
-    except BrokenPipeError:  # the reader of the output has gone, as in `mote experts list SRC | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except Exception as error:
-        if logging.getLogger("mote").isEnabledFor(logging.DEBUG):
-            import traceback
-
+        if os.environ.get("MOTE_DEBUG"):
             traceback.print_exc()
         elif isinstance(error, ValueError | OSError | ImportError):
             _print_error(str(error))
         else:
-            _print_error(f"{type(error).__name__}: {error} (`mote --debug …` prints the traceback)")
+            _print_error(f"{type(error).__name__}: {error} (`MOTE_DEBUG=1 mote …` prints the traceback)")
         return 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
 
 
@@ -176,21 +124,7 @@ def _print_error(message: str) -> None:
     sys.stderr.write(f"error: {' '.join(message.split())}\n")
 
 
-@contextlib.contextmanager
-def _terminable(received: list[int]) -> Iterator[None]:
+def _interrupt(number: int, _: FrameType | None) -> None:
     """Treat SIGTERM as an interrupt, so that what was started is cleaned up."""
-
-    def interrupt(number: int, _: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one is enough: do not interrupt the cleanup
-        received.append(number)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _not_run() -> None:
-    """Stand for a command that is not on the command line."""
+    signal.signal(number, signal.SIG_IGN)  # one is enough: do not interrupt the cleanup
+    raise KeyboardInterrupt

@@ -3,7 +3,7 @@
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from types import UnionType
@@ -25,25 +25,15 @@ TYPES = {"MoTEModel": Any}
 
 
 class EditOptions(WriteOptions):
-    """Where a changed MoTE goes.
+    """Where a changed MoTE, or a model made from it, goes.
 
     Attributes:
-        out: Output folder. Default, with `--overwrite`: SRC itself.
+        out: Output folder. Default, with `--overwrite`, for a changed MoTE: SRC itself.
         revision: Branch, tag or commit of SRC on the Hub.
     """
 
     out: str | None = None
     revision: str | None = None
-
-
-class ResultOptions(EditOptions):
-    """Where a model made from a MoTE goes.
-
-    Attributes:
-        out: Output folder.
-    """
-
-    out: str
 
 
 # Commands ------------------------------------------------------------------------------------------------------------
@@ -59,19 +49,20 @@ def as_command(verb: Verb) -> Callable[..., Any]:
         function = resolve_name(f"mote.{verb.function}")
     function = on_disk(function) if hasattr(function, "verb") else function
     classes, parameters = _parameters(function)
-    parameters = {name: parameter for name, parameter in parameters.items() if name not in verb.fixed}
-    signature = inspect.Signature(sorted(parameters.values(), key=lambda parameter: parameter.kind))
+    signature = inspect.Signature(sorted(parameters, key=lambda parameter: parameter.kind))
 
-    def command(*args: Any, **kwargs: Any) -> Any:
+    def command(*args: Any, **kwargs: Any) -> None:
         given = signature.bind(*args, **kwargs).arguments
         # None at all: `--no-instructions`.
         given = {name: False if value == [] else value for name, value in given.items()}
         for name, kind in classes.items():
             given[name] = _checked(kind, {field: given.pop(field) for field in kind.model_fields if field in given})
         with extra(verb.extra):
-            result = function(**given, **verb.fixed)
+            result = function(**given)
         if isinstance(result, Report):
-            show(result)
+            sys.stdout.write(f"{result}\n")
+            if failed := result.failed():
+                raise ValueError(f"{len(failed)} failed: {'; '.join(failed)}")
 
     command.__signature__ = signature  # type: ignore[attr-defined]
     _, *details = inspect.cleandoc(function.__doc__ or "").partition("\n\nArgs:")[0].split("\n\n")
@@ -82,30 +73,34 @@ def as_command(verb: Verb) -> Callable[..., Any]:
 def on_disk(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a verb of `mote.experts`, a function over a model in memory, as a function over a MoTE on disk."""
     model, *others = inspect.signature(function).parameters.values()
+    positional: Sequence[str] = function.verb.positional  # type: ignore[attr-defined]
     hints = get_type_hints(function, localns=TYPES)
-    options = EditOptions if hints["return"] is type(None) else ResultOptions
 
     def apply(src: str, options: EditOptions, **arguments: Any) -> None:
-        transform(src, options, function, **arguments)
+        opened = {name: _opened(arguments.pop(name), hints[name]) for name in positional if name in arguments}
+        transform(src, options, function, **opened, **arguments)
 
-    arguments = [other for other in others if other.name in function.verb.positional]  # type: ignore[attr-defined]
+    arguments = [other for other in others if other.name in positional]
     named = [other.replace(kind=other.KEYWORD_ONLY) for other in others if other not in arguments]
     named.append(inspect.Parameter("options", inspect.Parameter.KEYWORD_ONLY))
     apply.__signature__ = inspect.Signature([model.replace(name="src"), *arguments, *named])  # type: ignore[attr-defined]
-    apply.__annotations__ = {**hints, "src": str, "options": options}
+    apply.__annotations__ = {**hints, "src": str, "options": EditOptions}
     apply.__doc__ = re.sub(" model: .*", " src: A MoTE: a folder, or an id on the Hub.", function.__doc__ or "")
     return apply
 
 
 def transform(src: str, options: EditOptions, function: Callable[..., Any], *args: Any, **settings: Any) -> None:
-    """Call `mote.transform`, without the settings that were not given."""
-    given = {name: value for name, value in settings.items() if value not in (None, [], {})}
-    mote.transform(src, options.out, function, *args, revision=options.revision, options=options, **given)
+    """Call `mote.transform` as the command line does."""
+    mote.transform(src, options.out, function, *args, revision=options.revision, options=options, **settings)
 
 
-def show(result: Any) -> None:
-    """Print a result."""
-    sys.stdout.write(f"{result}\n")
+def _opened(given: Any, annotation: Any) -> Any:
+    """Open the extracted experts among the arguments of a verb of `mote.experts`."""
+    from mote.experts.artefact import ExpertArtefact, open_word
+
+    if get_origin(annotation) is Mapping:
+        return {open_word(name): float(weight) for name, weight in _pairs(given, default="1").items()}
+    return open_word(given) if ExpertArtefact in _members(annotation) else given
 
 
 def _checked(settings: type[Settings], given: dict[str, Any]) -> Settings:
@@ -120,11 +115,11 @@ def _checked(settings: type[Settings], given: dict[str, Any]) -> Settings:
 # Parameters ----------------------------------------------------------------------------------------------------------
 
 
-def _parameters(function: Callable[..., Any]) -> tuple[dict[str, type[Settings]], dict[str, inspect.Parameter]]:
+def _parameters(function: Callable[..., Any]) -> tuple[dict[str, type[Settings]], list[inspect.Parameter]]:
     """Return the classes of settings that a function takes, and the parameters of the command."""
     hints, texts = get_type_hints(function, localns=TYPES), documented(function, "Args")
     classes: dict[str, type[Settings]] = {}
-    parameters: dict[str, inspect.Parameter] = {}
+    parameters: list[inspect.Parameter] = []
     only_options = False
     for name, parameter in inspect.signature(function).parameters.items():
         kind = next((one for one in _members(hints[name]) if inspect.isclass(one) and issubclass(one, Settings)), None)
@@ -132,22 +127,22 @@ def _parameters(function: Callable[..., Any]) -> tuple[dict[str, type[Settings]]
             classes[name], described = kind, descriptions(kind)
             for field_name, field in kind.model_fields.items():
                 default = REQUIRED if field.is_required() else field.default
-                parameters[field_name] = _option(field_name, field.annotation, default, described[field_name])
+                parameters.append(_option(field_name, field.annotation, default, described[field_name]))
         elif parameter.kind is not parameter.VAR_KEYWORD:
             only_options = only_options or parameter.kind is parameter.KEYWORD_ONLY
             declare = _option if only_options or name == "out" else _argument
-            parameters[name] = declare(name, hints[name], parameter.default, texts[name])
-            only_options = only_options or parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
+            parameters.append(declare(name, hints[name], parameter.default, texts[name]))
+            only_options = only_options or parameters[-1].kind is inspect.Parameter.VAR_POSITIONAL
     return classes, parameters
 
 
 def _argument(name: str, annotation: Any, default: Any, text: str) -> inspect.Parameter:
     """Declare an argument; options may stand among those of a list."""
-    several = any(origin in (list, Sequence) for origin in map(get_origin, _members(annotation)))
     read = Parameter(help=text, show_default=False, required=default is REQUIRED)
-    if several:
-        return inspect.Parameter(name, inspect.Parameter.VAR_POSITIONAL, annotation=Annotated[str, read])
-    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY, annotation=Annotated[str, read], default=default)
+    word = Annotated[str, read]
+    if get_origin(annotation) is Mapping or {list, Sequence} & {*map(get_origin, _members(annotation))}:
+        return inspect.Parameter(name, inspect.Parameter.VAR_POSITIONAL, annotation=word)
+    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY, annotation=word, default=default)
 
 
 def _option(name: str, annotation: Any, default: Any, text: str) -> inspect.Parameter:
@@ -157,33 +152,31 @@ def _option(name: str, annotation: Any, default: Any, text: str) -> inspect.Para
     negative = f"--no-{flag.removeprefix('--')}" if bool in members and default is not False else ()
     if get_origin(kind) is list and not flag.endswith("us"):
         flag = flag.removesuffix("s")
-    shown = isinstance(default, str | int | float) and not isinstance(default, bool)
     if "converter" in more:
         # The kind says how words are read; cyclopts would compare what they become with it.
-        kind = Annotated.__class_getitem__((kind, SkipValidation()))  # type: ignore[attr-defined]
+        kind = Annotated[kind, SkipValidation()]
     if default is not REQUIRED:
         # What a library takes for an empty list or None is not shown, nor are flags.
-        default = default if shown or kind is bool else None
-        kind = kind | None
-    read = Parameter(name=flag, negative=negative, help=text, show_default=shown, **more)
-    annotation = Annotated.__class_getitem__((kind, read))  # type: ignore[attr-defined]
+        shown = isinstance(default, str | int | float) and not isinstance(default, bool)
+        default, kind = default if shown else None, kind | None
+    annotation = Annotated[kind, Parameter(name=flag, negative=negative, help=text, **more)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
 
 def _type(members: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
     """Return what the command line reads for a union of types, and how."""
-    origins = [get_origin(member) or member for member in members]
-    if dict in origins or Mapping in origins:
-        if float in members:
+    origins = {get_origin(member) or member for member in members}
+    if origins & {dict, Mapping} and str not in origins:
+        if float in origins:
             return list[str], {"metavar": "NUMBER|NAME=NUMBER", "converter": _read_weights}
         return list[str], {"metavar": "NAME=VALUE", "converter": _read_pairs}
     if list[int] in members:
         return str, {"metavar": "NAME|N,N,…", "converter": _read_numbers}
     if Path in members:
         return str, {}
-    if list in origins:
-        items = next(get_args(one)[0] for one in members if get_origin(one) is list)
-        return (list[items] if get_origin(items) is Literal else list[str]), {}  # type: ignore[valid-type]
+    if origins & {list, Iterable}:
+        items = next(get_args(one)[0] for one in members if get_origin(one) in (list, Iterable))
+        return list[items if get_origin(items) is Literal else str], {}  # type: ignore[misc]
     kind = next((one for one in members if one in (bool, int, float) or get_origin(one) is Literal), str)
     # cyclopts would round 1.5.
     return kind, {"converter": lambda _, tokens: int(tokens[0].value)} if kind is int else {}
@@ -207,39 +200,27 @@ def _flag(name: str) -> str:
 # Values --------------------------------------------------------------------------------------------------------------
 
 
-def _read_numbers(_: Any, tokens: Sequence[Token]) -> str | list[int]:
-    words = tokens[0].value.split(",")
-    return [int(word) for word in words] if all(word.removeprefix("-").isdigit() for word in words) else words[0]
+def _read_numbers(_: Any, tokens: Sequence[Token]) -> str | list[str]:
+    word = tokens[0].value
+    return word.split(",") if re.fullmatch(r"[-\d,]+", word) else word
 
 
 def _read_pairs(_: Any, tokens: Sequence[Token]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for token in tokens:
-        name, equals, value = token.value.partition("=")
-        if not equals or not name or name in found:
-            raise ValueError(f"{token.value!r}: expected NAME=VALUE, each name once")
-        found[name] = value
-    return found
+    return _pairs([token.value for token in tokens])
 
 
 def _read_weights(_: Any, tokens: Sequence[Token]) -> float | dict[str, float]:
     if len(tokens) == 1 and "=" not in tokens[0].value:
         return float(tokens[0].value)
-    return weights([token.value for token in tokens])
+    return {name: float(weight) for name, weight in _read_pairs(_, tokens).items()}
 
 
-def weights(words: Sequence[str], default: float | None = None) -> dict[str, float]:
-    """Read NAME=NUMBER, each name once; without `=`, a name has the default."""
-    found: dict[str, float] = {}
+def _pairs(words: Iterable[str], default: str | None = None) -> dict[str, str]:
+    """Read NAME=VALUE, each name once; without `=`, a name has the default."""
+    found: dict[str, str] = {}
     for word in words:
-        name, equals, number = word.rpartition("=")
-        if default is not None and not equals:
-            name, number = word, str(default)
-        try:
-            weight = float(number)
-        except ValueError:
-            name = ""
-        if not name or name in found:
-            raise ValueError(f"{word!r}: expected NAME=NUMBER, each name once")
-        found[name] = weight
+        name, equals, value = word.partition("=")
+        if not name or name in found or not (equals or default):
+            raise ValueError(f"{word!r}: expected NAME=VALUE, each name once")
+        found[name] = value if equals else str(default)
     return found

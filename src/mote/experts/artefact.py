@@ -162,7 +162,7 @@ def extract(
         logger.info("Pushing to %s …", repo_id)
         pushed = hub.push(out, repo_id, recorded_files(out), options.private, what="an expert of a MoTE")
         logger.info("Pushed: %s", pushed)
-    logger.info("mote experts add MODEL %s --out DIR", repo_id if options.push else out)
+    logger.info("mote experts add MODEL %s --name %s --out DIR", repo_id if options.push else out, name)
     return out
 
 

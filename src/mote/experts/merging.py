@@ -75,10 +75,10 @@ def merge(
     Args:
         model: A MoTE in memory; changed in place.
         experts: Expert, or an extracted one (from `open_expert`) → its weight in the mean, above 0. Weights are scaled
-            to sum to 1.
+            to sum to 1. On the command line, EXPERT=WEIGHT, or EXPERT for a weight of 1.
         name: Name of the new expert.
-        instruction: As in `add`.
-        tasks: As in `add`.
+        instruction: Text in front of the new expert's inputs, as in `add`.
+        tasks: Additional tasks of the new expert, as in `add`.
     """
     require_editable(model, uncompressed=True)
     for expert, weight in experts.items():
