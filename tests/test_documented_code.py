@@ -28,7 +28,7 @@ from helpers.checkpoints import (
 from helpers.datasets import write
 from helpers.families import make_different
 from helpers.paths import ROOT
-from helpers.rows import read_rows, write_rows
+from helpers.rows import read_rows, write_retrieval_dataset, write_rows
 from sentence_transformers import SentenceTransformer
 
 import mote
@@ -72,12 +72,8 @@ def data(folder: Path, negatives: int = 0) -> Path:
     pairs = read_rows(texts / "retrieval/tldr_pages/train.jsonl.gz")[:40]
     mined = {f"negative_{i + 1}": pairs[i]["positive"] for i in range(negatives)}
     write(folder, "retrieval/faq", [{**row, **mined} for row in pairs])
-    for file, column in (("corpus", "positive"), ("queries", "query")):
-        rows = [{"_id": str(i), "title": "", "text": row[column]} for i, row in enumerate(pairs)]
-        write(folder, "beir/fiqa", rows, f"{file}.jsonl")
-    (folder / "beir/fiqa/qrels").mkdir()
-    qrels = "".join(f"{i}\t{i}\t1\n" for i in range(len(pairs)))
-    (folder / "beir/fiqa/qrels/test.tsv").write_text(f"query-id\tcorpus-id\tscore\n{qrels}")
+    corpus, queries = ({str(i): row[column] for i, row in enumerate(pairs)} for column in ("positive", "query"))
+    write_retrieval_dataset(folder / "beir/fiqa", corpus, queries, *(f"{i} {i} 1" for i in range(len(pairs))))
     for name in ("classification/banking77", "clustering/arxiv_titles"):
         write(folder, name, read_rows(texts / name / "train.jsonl.gz")[:60])
     scored = read_rows(texts / "sts/sts17_en/test.jsonl.gz")[:40]

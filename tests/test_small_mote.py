@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from helpers.paths import REMOTE, ROOT, SMALL_ENCODER, SMALL_MOTE
 from sentence_transformers import SentenceTransformer
-from transformers import AutoModel, AutoTokenizer
 
 import mote
 from research.scores import FILE
@@ -46,11 +45,6 @@ def test_its_code_is_that_of_the_project() -> None:
         assert file.read_bytes() == (REMOTE / file.name).read_bytes(), f"{file}: copy {file.name} from {REMOTE}"
 
 
-def test_its_card_loads_one_of_its_experts() -> None:
-    (expert,) = re.findall(r'experts=\["(\w+)"\]', (SMALL_MOTE / "README.md").read_text(encoding="utf-8"))
-    assert expert in json.loads((SMALL_MOTE / "config.json").read_text(encoding="utf-8"))["experts"]
-
-
 def test_its_card_has_the_tables_of_the_stored_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No model is trained or scored."""
     model = shutil.copytree(SMALL_MOTE, tmp_path / "small-mote")
@@ -79,18 +73,6 @@ def test_search_and_matching(small_mote: SentenceTransformer) -> None:
     embedded = np.stack([small_mote.encode(QUESTION, task=task) for task in experts])
     similar = embedded @ embedded.T
     assert (similar[~np.eye(len(experts), dtype=bool)] < 0.97).all()
-
-
-def test_transformers_and_sentence_transformers_agree(small_mote: SentenceTransformer) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(SMALL_MOTE, trust_remote_code=True)
-    model = AutoModel.from_pretrained(SMALL_MOTE, trust_remote_code=True).eval()
-    tasks = ["search_query", "clustering"]
-    batch = tokenizer(
-        [model.config.instruction_of(task) + QUESTION for task in tasks], return_tensors="pt", padding=True
-    )
-    pooled = model(**batch, task=tasks).pooler_output.detach()
-    expected = [small_mote.encode(QUESTION, prompt_name=task) for task in tasks]
-    assert np.allclose(pooled / pooled.norm(dim=1, keepdim=True), expected, atol=1e-5)
 
 
 @pytest.mark.long

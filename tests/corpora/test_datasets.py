@@ -12,8 +12,8 @@ import datasets
 import numpy as np
 import pytest
 from helpers.checkpoints import contents, dense_checkpoint, read_json, trusted
+from helpers.kills import kill_at_random
 from helpers.paths import ROOT, SMALL_MOTE
-from helpers.random_kills import kill_at_random
 from helpers.rows import write_rows
 from sentence_transformers import SentenceTransformer, SparseEncoder
 from sentence_transformers.util import mine_hard_negatives

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.checkpoints import contents, dense_checkpoint, read_json, trusted
-from helpers.random_kills import kill_at_random
+from helpers.kills import kill_at_random
 from helpers.rows import write_rows
 from pyarrow import parquet
 from sentence_transformers import SentenceTransformer

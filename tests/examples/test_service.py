@@ -1,23 +1,21 @@
 """The HTTP service of examples/service: a real process on loopback, under load, with good and bad requests."""
 
 import base64
-import gzip
+import functools
 import itertools
 import json
 import os
 import random
 import re
-import select
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +23,8 @@ import torch
 from helpers.checkpoints import dense_checkpoint, trusted
 from helpers.examples import example
 from helpers.families import assert_near
-from helpers.paths import ROOT
+from helpers.paths import EXAMPLE_DATA, ROOT
+from helpers.rows import read_rows
 from sentence_transformers import SentenceTransformer, SparseEncoder
 
 from mote import configure, upcycle
@@ -41,33 +40,25 @@ NAME = "small-mote"
 load, serve = example("service/load"), example("service/serve")
 
 
-def start(*arguments: object, stderr: int | IO[str] = subprocess.PIPE) -> subprocess.Popen:
-    """Start the service in a session of its own, so that whatever it leaves behind can be found."""
-    return subprocess.Popen(
-        [sys.executable, FOLDER / "serve.py", *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=stderr,
-        text=True,
-        start_new_session=True,
-    )
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, str(FOLDER / "serve.py"), *map(str, arguments)]
 
 
 class Server:
-    """A running service."""
+    """A running service, in a session of its own, so that whatever it leaves behind can be found."""
 
     def __init__(self, model: Path, *options: object) -> None:
-        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - until __exit__; an unread pipe would fill up
-        self.process = start(model, "--port", 0, *options, stderr=self.errors)
+        words = command(model, "--port", 0, *options)
+        pipe: Any = {"stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(words, env=ENVIRONMENT, start_new_session=True, **pipe)
         assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], 60)
-        line = self.process.stdout.readline() if ready else ""
+        line = self.process.stdout.readline()
         place = re.search(r"http://127\.0\.0\.1:(\d+)", line)
-        if place is None:
-            self.__exit__()
-            raise AssertionError(f"the service did not start: {line}")
-        self.port = int(place[1])
-        self.url = place[0]
+        assert place is not None, f"the service did not start: {line}"
+        self.port, self.url = int(place[1]), place[0]
         load.wait(self.url)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
@@ -90,12 +81,8 @@ class Server:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
+        self.process.kill()
         self.process.communicate()
-        self.errors.seek(0)
-        print(self.errors.read())  # noqa: T201 - pytest shows it where a test fails
-        self.errors.close()
 
 
 def assert_nothing_is_left(server: Server) -> None:
@@ -121,8 +108,7 @@ def server(trained_folder: Path) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
     """Real texts, a few words to some hundreds of tokens long."""
-    with gzip.open(ROOT / "examples" / "data" / "beir" / "arxiv" / "corpus.jsonl.gz", "rt", encoding="utf-8") as file:
-        rows = [json.loads(line) for line in itertools.islice(file, 24)]
+    rows = read_rows(EXAMPLE_DATA / "beir" / "arxiv" / "corpus.jsonl.gz")[:24]
     return [text for row in rows for text in (row["title"], row["text"]) if text]
 
 
@@ -131,12 +117,10 @@ class Reference:
 
     def __init__(self, model: SentenceTransformer) -> None:
         self.model = model
-        self.kept: dict[tuple[str, str], np.ndarray] = {}
+        self.encode = functools.cache(lambda text, task: model.encode(text, prompt_name=task))
 
     def __call__(self, text: str, task: str) -> np.ndarray:
-        if (text, task) not in self.kept:
-            self.kept[text, task] = self.model.encode(text, prompt_name=task)
-        return self.kept[text, task]
+        return self.encode(text, task)
 
     def tokens(self, text: str, task: str) -> int:
         return len(self.model.tokenizer(self.model.prompts[task] + text, truncation=True)["input_ids"])
@@ -198,21 +182,16 @@ BAD = [
     ({"task": "serch_query"}, 400, "task", "Did you mean 'search_query'?"),
     ({"task": None}, 400, "task", "Available: 'classification', 'clustering'"),
     ({"task": 3}, 400, "task", "string"),
-    ({"task": ["sts"]}, 400, "task", "string"),
     ({"input": []}, 400, "input", "none of them empty"),
     ({"input": ["a", ""]}, 400, "input", "none of them empty"),
-    ({"input": ["a", None]}, 400, "input", "a list of texts"),
     ({"input": None}, 400, "input", "must be a text"),
-    ({"input": [1, 2]}, 400, "input", "lists of tokens are not accepted"),
     ({"input": [[1, 2], [3]]}, 400, "input", "lists of tokens are not accepted"),
     ({"input": ["a", "\ud800"]}, 400, "input", "text 1 holds half of a surrogate pair"),
     ({"input": ["a"] * 2049}, 400, "input", "send 2048 at most"),
     ({"model": "text-embedding-3-small"}, 404, "model", f"only '{NAME}'"),
-    ({"model": None}, 400, "model", "string"),
     ({"encoding_format": "int8"}, 400, "encoding_format", "'float' or 'base64'"),
     ({"dimensions": 0}, 400, "dimensions", "greater than or equal to 1"),
     ({"dimensions": 257}, 400, "dimensions", "at most 256"),
-    ({"dimensions": "12"}, 400, "dimensions", "integer"),
     ({"tasks": "sts"}, 400, "tasks", "Did you mean 'task'?"),
 ]
 
@@ -228,11 +207,6 @@ def check_error(answer: Any, status: int, param: str | None, message: str) -> No
     assert error["type"] == "invalid_request_error"
     assert error["param"] == param
     assert message in error["message"]
-
-
-@pytest.mark.parametrize(("change", "status", "param", "message"), BAD, ids=[str(row[0])[:40] for row in BAD])
-def test_bad_requests(server: Server, change: dict[str, Any], status: int, param: str, message: str) -> None:
-    check_error(server.embed(bad_request(change)), status, param, message)
 
 
 def test_missing_fields_and_other_paths(server: Server) -> None:
@@ -282,24 +256,10 @@ def test_right_experts_under_load_with_bad_requests_in_between(
 
 
 def test_without_a_task_the_rules_of_the_model_apply(server: Server, reference: Reference) -> None:
-    for task in ("clustering", "search_document"):
-        answer = server.embed({"model": NAME, "input": [f"{task}: a whale", "clustering: a whale"]})
-        vectors = vectors_of(answer)
-        assert abs(vectors[0] - reference("a whale", task)).max() < 1e-5
-        assert abs(vectors[1] - reference("a whale", "clustering")).max() < 1e-5
-
-
-def test_a_text_does_not_pick_its_expert_where_that_is_off(trained_folder: Path, reference: Reference) -> None:
-    request = {"model": NAME, "input": "clustering: a whale"}
-    with Server(trained_folder, "--no-route-by-text") as closed:
-        answer = closed.embed(request)
-        check_error(answer, 400, "task", "its own instruction does not count (route_by_text=False)")
-        assert answer.body["error"]["code"] == "missing_task"
-        message = answer.body["error"]["message"]
-        assert "Send `task`. Available: 'classification', 'clustering'" in message
-        assert not any(word in message for word in ("SentenceTransformer(", "prompt_name", "mote set"))
-        vector = vectors_of(closed.embed({**request, "task": "search_document"}))[0]
-    assert abs(vector - reference("clustering: a whale", "search_document")).max() < 1e-5
+    tasks = ("search_document", "clustering")
+    answer = server.embed({"model": NAME, "input": [f"{task}: a whale" for task in tasks]})
+    for vector, task in zip(vectors_of(answer), tasks, strict=True):
+        assert abs(vector - reference("a whale", task)).max() < 1e-5
 
 
 def test_fewer_dimensions_are_of_length_one_again(server: Server, model: SentenceTransformer) -> None:
@@ -309,16 +269,6 @@ def test_fewer_dimensions_are_of_length_one_again(server: Server, model: Sentenc
         vectors = vectors_of(server.embed({**request, "encoding_format": encoding}))
         assert vectors.shape == (2, 7)
         assert abs(vectors - expected).max() < 1e-5
-
-
-def test_models_and_their_tasks(server: Server, model: SentenceTransformer) -> None:
-    listing, config = server.get("/v1/models"), model[0].config
-    (entry,) = listing["data"]
-    assert (listing["object"], entry["object"], entry["id"]) == ("list", "model", NAME)
-    assert entry["tasks"] == [
-        {"task": task, "instruction": config.instruction_of(task), "expert": expert}
-        for task, expert in config.tasks.items()
-    ]
 
 
 def test_the_client_of_openai(server: Server, reference: Reference) -> None:
@@ -331,6 +281,11 @@ def test_the_client_of_openai(server: Server, reference: Reference) -> None:
             assert abs(np.array(row.embedding) - reference(text, "search_query")).max() < 1e-5
         assert answer.usage.prompt_tokens > 0
         assert [entry.id for entry in client.models.list()] == [NAME]
+        config = reference.model[0].config
+        assert server.get("/v1/models")["data"][0]["tasks"] == [
+            {"task": task, "instruction": config.instruction_of(task), "expert": expert}
+            for task, expert in config.tasks.items()
+        ]
         with pytest.raises(openai.BadRequestError, match="Did you mean 'search_query'") as raised:
             client.embeddings.create(model=NAME, input="a whale", extra_body={"task": "serch_query"})
         assert raised.value.param == "task"
@@ -342,12 +297,16 @@ def test_the_client_of_openai(server: Server, reference: Reference) -> None:
 
 
 def test_limits_then_a_clean_end_with_requests_under_way(trained_folder: Path, reference: Reference) -> None:
-    limits = ("--max-body", 4000, "--max-inputs", 40, "--max-waiting", 60, "--name", NAME)
+    limits = ("--max-body", 4000, "--max-inputs", 40, "--max-waiting", 60, "--name", NAME, "--no-route-by-text")
     # a batch waits long for more, so that requests are under way when they are to be
     with Server(trained_folder, "--max-batch-size", 64, "--batch-timeout", 1500, "--grace", 5, *limits) as server:
         stalled = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(20)]
         for connection in stalled:  # half a request, and nothing more
             connection.sendall(_head(100) + b'{"input": "a')
+        answer = server.embed({"model": NAME, "input": "clustering: a whale"})
+        check_error(answer, 400, "task", "its own instruction does not count (route_by_text=False)")
+        assert answer.body["error"]["code"] == "missing_task"
+        assert "Send `task`. Available: 'classification', 'clustering'" in answer.body["error"]["message"]
         _check_body_limit(server)
         _check_that_who_leaves_costs_nothing(server)
         requests = [{"model": NAME, "task": task, "input": ["a whale"] * 30} for task in TASKS[:2]]
@@ -399,12 +358,12 @@ def _wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
 def test_a_service_that_cannot_start_says_why(trained_folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        process = start(trained_folder, "--port", port)
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert f"error: cannot listen at 127.0.0.1, port {port}" in err
-    assert "Traceback" not in err
-    assert out == ""
+        done = subprocess.run(
+            command(trained_folder, "--port", port), env=ENVIRONMENT, capture_output=True, text=True, check=False
+        )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"error: cannot listen at 127.0.0.1, port {port}" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -457,18 +416,14 @@ def test_numbers_that_are_none_are_errors(trained_folder: Path) -> None:
         serve.Embedder(model)
 
 
-def test_pooling_that_leaves_out_the_instruction(trained_folder: Path, texts: list[str]) -> None:
+def test_prompts_left_out_of_the_pooling(trained_folder: Path, texts: list[str]) -> None:
     model = trusted(trained_folder)
-    with_instruction = model.encode("a whale", prompt_name="clustering")
     model[1].include_prompt = False
-    embedder = serve.Embedder(model)
-    assert abs(embedder.embed([embedder.item("a whale", "clustering")])[0].vector - with_instruction).max() > 1e-3
-    assert_as_encoded(embedder, list(itertools.product(texts[:3], TASKS)))
+    assert_as_encoded(serve.Embedder(model), list(itertools.product(texts[:3], TASKS)))
 
 
 def test_instructions_left_out_of_each_row(trained_folder: Path, tmp_path: Path, texts: list[str]) -> None:
-    folder = configure(trained_folder, tmp_path / "excluded", instruction_pooling="excluded")
-    model = trusted(folder)
+    model = trusted(configure(trained_folder, tmp_path / "excluded", instruction_pooling="excluded"))
     embedder = serve.Embedder(model)
     chosen = [(text, task) for text in texts[:2] for task in TASKS] + [("clustering: a whale", None)]
     passes: list[int] = []
@@ -482,9 +437,7 @@ def test_instructions_left_out_of_each_row(trained_folder: Path, tmp_path: Path,
 
 
 def test_a_token_router_needs_no_task(dense: Path, tmp_path: Path, texts: list[str]) -> None:
-    folder = upcycle(str(dense), tmp_path / "routed", routing="token")
-    model = trusted(folder)
-    embedder = serve.Embedder(model)
+    embedder = serve.Embedder(trusted(upcycle(str(dense), tmp_path / "routed", routing="token")))
     assert_as_encoded(embedder, list(itertools.product(texts[:4], (*TASKS, None))))
     with pytest.raises(ValueError, match="Did you mean 'clustering'"):
         embedder.item("a", "clusterin")

@@ -1,14 +1,6 @@
-"""The demo: what it computes, and, slow, a visit in a real browser."""
+"""The demo: what it computes and shows."""
 
-import gzip
 import json
-import os
-import re
-import shutil
-import socket
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +9,9 @@ import numpy as np
 import pytest
 from helpers.checkpoints import trusted
 from helpers.examples import example
-from helpers.paths import ROOT, SMALL_ENCODER, SMALL_MOTE
+from helpers.paths import EXAMPLE_DATA, ROOT, SMALL_ENCODER, SMALL_MOTE
+from helpers.processes import run_python
+from helpers.rows import read_rows
 from sentence_transformers import SentenceTransformer
 from transformers import AutoTokenizer
 
@@ -31,11 +25,6 @@ INSTRUCTED = "clustering: whales"
 def views() -> ModuleType:
     pytest.importorskip("sklearn")
     return example("space/views")
-
-
-def rows(path: str) -> list[dict[str, str]]:
-    with gzip.open(ROOT / "examples" / "data" / path, "rt", encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
 
 
 def test_an_expert_sees_texts_as_the_model_embeds_them(views: ModuleType, model: SentenceTransformer) -> None:
@@ -128,13 +117,13 @@ def test_the_page_says_which_model_it_shows(
 
 def test_texts_are_real() -> None:
     """As the page and its README say."""
-    questions, titles, commands = TEXTS.values()
-    known = {(row["label"].replace("_", " "), row["text"]) for row in rows("classification/banking77/test.jsonl.gz")}
-    assert {tuple(pair) for pair in questions} <= known
-    known = {row["text"] for row in rows("clustering/arxiv_titles/test.jsonl.gz")}
-    assert {title for _, title in titles} <= known
-    known = {(row["query"], row["positive"]) for row in rows("retrieval/tldr_pages/train.jsonl.gz")}
-    assert {tuple(pair) for pair in commands} <= known
+    questions, titles, pairs = TEXTS.values()
+    banking = read_rows(EXAMPLE_DATA / "classification/banking77/test.jsonl.gz")
+    assert {tuple(pair) for pair in questions} <= {(row["label"].replace("_", " "), row["text"]) for row in banking}
+    arxiv = read_rows(EXAMPLE_DATA / "clustering/arxiv_titles/test.jsonl.gz")
+    assert {title for _, title in titles} <= {row["text"] for row in arxiv}
+    commands = read_rows(EXAMPLE_DATA / "retrieval/tldr_pages/train.jsonl.gz")
+    assert {tuple(pair) for pair in pairs} <= {(row["query"], row["positive"]) for row in commands}
 
 
 @pytest.mark.slow
@@ -153,131 +142,26 @@ def test_the_small_mote_was_not_trained_on_the_texts(shared: Path, tmp_path: Pat
     assert not trained_on & {text for pairs in TEXTS.values() for pair in pairs for text in pair}
 
 
-# In a browser ------------------------------------------------------------------------------------------------------
+PAGE = """
+import app, gradio
+from sentence_transformers import SentenceTransformer
+
+demo = app.Demo(SentenceTransformer(str(app.SMALL_MOTE), trust_remote_code=True), "small-mote")
+assert isinstance(app.page(demo), gradio.Blocks)
+assert "| **clustering** | **" in demo.show(app.write_lines(app.MAPS[0]), "clustering")[2]
+table, counts = demo.search(*app.PAIRS[16], "classification", "clustering")
+assert table["document"].tolist() == [app.PAIRS[16][1]]
+assert "times as `query` → `document`" in counts
+assert "## Expert: search" in demo.route("whales", "encode_query(text)", "", "", app.NONE, True)
+try:
+    app.says_errors(demo.search)(" ", "a document", "clustering", "clustering")
+except gradio.Error as error:
+    print(error)
+"""
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    """The demo as one starts it."""
+def test_the_page(tmp_path: Path) -> None:
+    """It is built, and what its buttons call answers; no browser is started."""
     pytest.importorskip("gradio", reason="see examples/space/requirements.txt")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    process = subprocess.Popen(
-        [sys.executable, FOLDER / "app.py", "--port", str(port)],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    printed = []
-    for line in process.stdout:
-        printed.append(line)
-        if f"http://127.0.0.1:{port}" in line:
-            break
-    else:
-        raise AssertionError(f"the demo did not start: {printed}")
-    yield f"http://127.0.0.1:{port}"
-    process.terminate()
-    process.communicate(timeout=60)
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    webdriver = pytest.importorskip("selenium.webdriver")
-    chromium, chromedriver = shutil.which("chromium"), shutil.which("chromedriver")
-    if chromium is None or chromedriver is None:
-        pytest.skip("needs chromium and chromedriver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for flag in ("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "hide-scrollbars"):
-        options.add_argument(f"--{flag}")
-    for flag in ("background-networking", "component-update", "sync"):
-        options.add_argument(f"--disable-{flag}")
-    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('chromium')}")
-    options.set_capability("goog:loggingPrefs", {"performance": "ALL", "browser": "ALL"})
-    driver = webdriver.Chrome(service=webdriver.ChromeService(chromedriver), options=options)
-    view = {"width": 1280, "height": 800, "deviceScaleFactor": 1, "mobile": False}
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", view)
-    yield driver
-    driver.quit()
-
-
-class Page:
-    """The demo's page in a browser."""
-
-    def __init__(self, driver: Any, url: str) -> None:
-        self.driver = driver
-        driver.get(url)
-
-    def wait(self, condition: Callable[[], Any]) -> Any:
-        """Wait until a condition holds; an element that the page has just replaced is looked up again."""
-        from selenium.common.exceptions import StaleElementReferenceException
-        from selenium.webdriver.support.ui import WebDriverWait
-
-        waiting = WebDriverWait(self.driver, 120, ignored_exceptions=[StaleElementReferenceException])
-        return waiting.until(lambda _: condition())
-
-    def all(self, selector: str) -> list[Any]:
-        return [element for element in self.driver.find_elements("css selector", selector) if element.is_displayed()]
-
-    def text(self, selector: str) -> str:
-        return "\n".join(element.text for element in self.all(selector))
-
-    def click(self, selector: str, text: str) -> None:
-        self.wait(lambda: [element for element in self.all(selector) if element.text == text])[0].click()
-
-    def write(self, selector: str, text: str) -> None:
-        from selenium.webdriver.common.keys import Keys
-
-        self.wait(lambda: self.all(selector))[0].send_keys(Keys.CONTROL, "a")
-        self.all(selector)[0].send_keys(text)
-
-    def picture(self, selector: str) -> bytes:
-        return self.all(selector)[0].screenshot_as_png
-
-    def unnamed(self) -> list[str]:
-        """Controls that a screen reader has no name for."""
-        controls = self.all("input, textarea, select, button:not([tabindex='-1'])")
-        return [each.get_attribute("outerHTML") for each in controls if not each.accessible_name]
-
-
-@pytest.mark.slow
-def test_a_visit(url: str, browser: Any) -> None:
-    """Each tab does what it promises."""
-    page = Page(browser, url)
-    page.wait(lambda: page.text("#spread strong").startswith("classification"))
-    assert re.search(r"small-encoder, upcycled to 3 experts and trained for \d+ steps", page.text("body"))
-    assert page.unnamed() == []
-    page.wait(lambda: page.all("#heat-map img"))
-    before = page.picture("#map"), page.picture("#heat-map")
-    page.click("label", "clustering")
-    page.wait(lambda: page.text("#spread strong").startswith("clustering"))
-    page.wait(lambda: page.picture("#map") != before[0] and page.picture("#heat-map") != before[1])
-
-    page.click("button[role=tab]", "Search")
-    assert page.unnamed() == []
-    page.write("#query textarea, #query input", "Convert a graph from gv to gml format")
-    page.click("button:not([role])", "Search")
-    page.wait(lambda: re.search(r"\b1\n0\.\d\d\ngv2gml", page.text("#ranked")))
-    counts = " ".join(page.text("#counts").split())
-    assert re.search(r"first \d+ times as query → document , \d+ times as classification → clus", counts)
-    page.write("#query textarea, #query input", " ")
-    page.click("button:not([role])", "Search")
-    page.wait(lambda: "Write a query, and at least one document." in page.text(".toast-body"))
-
-    page.click("button[role=tab]", "Which expert?")
-    page.wait(lambda: "Expert: clustering" in page.text("#answer"))
-    assert page.unnamed() == []
-    page.write("#text textarea, #text input", "How do whales breathe?")
-    page.click("button", "Find its expert")
-    page.wait(lambda: "No task for the text 'How do whales breathe?'" in page.text(".toast-body"))
-    page.wait(lambda: "No expert" in page.text("#answer"))
-    page.click("label", "encode_query(text)")
-    page.click("button", "Find its expert")
-    page.wait(lambda: "search_query: How do whales breathe?" in page.text("#answer"))
-
-    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    asked = [each["params"]["request"]["url"] for each in messages if each["method"] == "Network.requestWillBeSent"]
-    assert [one for one in asked if not one.startswith((url, "data:", "blob:", "chrome:", "chrome-untrusted:"))] == []
-    assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+    done = run_python(f"import sys; sys.path.insert(0, sys.argv[1])\n{PAGE}", FOLDER, cwd=tmp_path)
+    assert "Write a query, and at least one document" in done.stdout

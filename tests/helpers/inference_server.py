@@ -4,9 +4,10 @@ Stated from its source at version 1.9.3, commit 0d124dc: router/src/lib.rs, back
 backends/candle/src/models. What is optional there is left out. Keys that it does not know are ignored.
 """
 
-import json
 from pathlib import Path
 from typing import Any
+
+from helpers.checkpoints import read_json
 
 Kinds = dict[str, str]
 
@@ -17,6 +18,7 @@ _BERT = {
     "act": "hidden_act",
 }
 _DECODER = {"int": f"{_SIZES} num_key_value_heads", "float": "rms_norm_eps rope_theta", "act": "hidden_act"}
+_LLAMA = {**_DECODER, "float": "rms_norm_eps rope_theta initializer_range"}
 
 # Model type → kind of value → keys.
 ARCHITECTURES: dict[str, Kinds] = {
@@ -50,8 +52,8 @@ ARCHITECTURES: dict[str, Kinds] = {
         "bool": "prenorm qkv_proj_bias rotary_emb_interleaved mlp_fc1_bias mlp_fc2_bias",
         "act": "activation_function",
     },
-    "llama": {**_DECODER, "float": "rms_norm_eps rope_theta initializer_range"},
-    "mistral": {**_DECODER, "float": "rms_norm_eps rope_theta initializer_range"},
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
     "qwen2": {**_DECODER, "bool": "use_sliding_window"},
     "qwen3": {
         **_DECODER,
@@ -70,15 +72,8 @@ _MODULES = {f"sentence_transformers.models.{name}" for name in ("Transformer", "
 
 
 def read_as_server(folder: Path) -> dict[str, Any]:
-    """Read a folder's settings, and fail where the server would.
-
-    Returns:
-        Its `pooling` and `max_input_length`, the `prompts` that it offers, and the paths of `dense` layers.
-
-    Raises:
-        ValueError: If config.json lacks what the server wants.
-    """
-    config = _json(folder / "config.json")
+    """Read a folder's settings, and fail where the server would, with a ValueError if config.json lacks something."""
+    config = read_json(folder / "config.json")
     assert config["architectures"], "architectures"
     architecture = ARCHITECTURES[config["model_type"]]
     problems = [
@@ -95,17 +90,17 @@ def read_as_server(folder: Path) -> dict[str, Any]:
     assert isinstance(config.get("max_position_embeddings", config.get("max_trained_positions")), int)
     assert (folder / "tokenizer.json").is_file()
     assert (folder / "model.safetensors").is_file() or (folder / "model.safetensors.index.json").is_file()
-    flags = _json(folder / "1_Pooling" / "config.json")
+    flags = read_json(folder / "1_Pooling" / "config.json")
     pooling = {
         name: flags[f"pooling_mode_{key}"]
         for name, key in {"cls": "cls_token", "mean": "mean_tokens", "last-token": "lasttoken"}.items()
     }
     assert all(_is("bool", flag) for flag in pooling.values())
-    length = _json(folder / "sentence_bert_config.json")["max_seq_length"]
+    length = read_json(folder / "sentence_bert_config.json")["max_seq_length"]
     assert _is("int", length)
-    prompts = _json(folder / "config_sentence_transformers.json")["prompts"]
-    assert all(isinstance(text, str) for text in prompts.values())
-    modules = _json(folder / "modules.json")
+    prompts = read_json(folder / "config_sentence_transformers.json")["prompts"]
+    assert all(_is("str", text) for text in prompts.values())
+    modules = read_json(folder / "modules.json")
     assert {module["type"] for module in modules} <= _MODULES
     assert all(_is("int", module["idx"]) and isinstance(module["name"], str) for module in modules)
     dense = [module["path"] for module in modules if module["type"].endswith(".Dense")]
@@ -114,14 +109,8 @@ def read_as_server(folder: Path) -> dict[str, Any]:
 
 
 def _is(kind: str, value: Any) -> bool:
-    if kind == "int":
-        return type(value) is int and value >= 0
-    if kind == "float":
-        return isinstance(value, int | float) and not isinstance(value, bool)
     if kind == "act":
         return value in _ACTIVATIONS
-    return isinstance(value, {"bool": bool, "str": str}[kind])
-
-
-def _json(path: Path) -> Any:
-    return json.loads(path.read_text())
+    if kind == "float":
+        return type(value) in (int, float)
+    return type(value).__name__ == kind and not (kind == "int" and value < 0)

@@ -1,15 +1,17 @@
-"""Stops a `mote` command at every moment at which it touches the disk, each time in a forked process."""
+"""Stops a `mote` command at every moment at which it touches the disk, or at random, each time in a forked process."""
 
 import contextlib
 import itertools
 import json
 import os
+import random
 import resource
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,21 +23,13 @@ FILE_SIZES = (0, 400, 5_000, 15_000, 40_000)  # limits in bytes, for `how="file 
 
 
 class Outcome(NamedTuple):
-    """What a stopped process left.
+    """What a stopped process left. The state of a folder is "absent", "old", "new", or "broken"."""
 
-    Attributes:
-        status: Exit status; negative: the signal that ended it.
-        printed: The end of what it printed.
-        out: State of the output folder: "absent", "old", "new", or "broken".
-        left: Names next to the output folder.
-        replaced: States of older outputs that were moved aside and not yet removed.
-    """
-
-    status: int
-    printed: str
-    out: str
-    left: list[str]
-    replaced: list[str]
+    status: int  # negative: the signal that ended it
+    printed: str  # the end
+    out: str  # state of the output folder
+    left: list[str]  # names next to the output folder
+    replaced: list[str]  # states of older outputs that were moved aside and not yet removed
 
 
 def stop_everywhere(out: Path, *command: object, how: str = "SIGKILL", old: Path | None = None) -> list[Outcome]:
@@ -43,26 +37,29 @@ def stop_everywhere(out: Path, *command: object, how: str = "SIGKILL", old: Path
 
     Each starts with nothing but `old` in the place, so that the changes are the same ones in the same order. One more
     run, after one that was stopped half-way, must succeed, write the same as the first, and leave nothing next to it.
-
-    Args:
-        out: The folder that the command writes, in a folder of its own.
-        *command: Arguments of `mote`.
-        how: Name of the signal, or "file size" to limit the size of written files instead.
-        old: What `out` holds before each run; None: nothing.
+    `out` is in a folder of its own; `how` is the name of the signal, or "file size" to limit that of written files.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
-    arguments = [out, old or "-", how, *command]
-    done = subprocess.run(
-        [sys.executable, __file__, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    *stopped, last = [Outcome(**json.loads(line)) for line in done.stdout.splitlines()]
+    lines = _in_a_process(_stop_everywhere, out, old or "-", how, *command)
+    *stopped, last = [Outcome(**json.loads(line)) for line in lines]
     assert (last.status, last.out, last.left) == (0, "new", []), last
     return stopped
+
+
+def kill_at_random(whole: Path, killed: Path, kills: int, *command: str) -> list[float]:
+    """Run a command that resumes undisturbed, and once more with as many kills, after which it is run to its end.
+
+    The folders of the two runs are put in place of `OUT` in the command. Returns the seconds before each kill.
+    """
+    return json.loads(_in_a_process(_kill_at_random, whole, killed, kills, *command)[-1])
+
+
+def _in_a_process(function: Callable[..., None], *arguments: object) -> list[str]:
+    words = [sys.executable, __file__, function.__name__, *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
@@ -88,21 +85,30 @@ def _stop_at(moment: int, number: int, place: Path) -> None:
     sys.addaudithook(hook)
 
 
-def _fork(command: list[str], prepare: Callable[[], None]) -> tuple[int, str]:
-    reading, writing = os.pipe()
+def _fork(command: Sequence[str], prepare: Callable[[], None], output: int) -> int:
     process = os.fork()
     if process == 0:
-        os.dup2(writing, 1)
-        os.dup2(writing, 2)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
         prepare()
         status = main(command)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+    return process
+
+
+def _status(process: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def _run(command: Sequence[str], prepare: Callable[[], None] = lambda: None) -> tuple[int, str]:
+    reading, writing = os.pipe()
+    process = _fork(command, prepare, writing)
     os.close(writing)
     with open(reading, errors="replace") as pipe:  # noqa: PTH123 - a file descriptor
         printed = pipe.read()
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), printed
+    return _status(process), printed
 
 
 def _ways_to_stop(how: str, place: Path) -> Iterator[Callable[[], None]]:
@@ -114,8 +120,8 @@ def _ways_to_stop(how: str, place: Path) -> Iterator[Callable[[], None]]:
             yield partial(_stop_at, moment, getattr(signal, how), place)
 
 
-def _run() -> None:
-    out, old, how, command = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4:]
+def _stop_everywhere(*words: str) -> None:
+    out, old, how, command = Path(words[0]), Path(words[1]), words[2], words[3:]
     before = _contents(old) if old.exists() else None
 
     def reset() -> None:
@@ -145,15 +151,39 @@ def _run() -> None:
     ways = []
     for prepare in _ways_to_stop(how, out.parent):
         reset()
-        status, printed = _fork(command, prepare)
+        status, printed = _run(command, prepare)
         if status == 0:
             break
         tell(status, printed)
         ways.append(prepare)
     reset()
-    _fork(command, ways[len(ways) // 2])
-    tell(*_fork(command, lambda: None))
+    _run(command, ways[len(ways) // 2])
+    tell(*_run(command))
+
+
+def _kill_at_random(*words: str) -> None:
+    import mote.training.pretraining  # noqa: F401  # once, for all that are forked
+
+    def start(out: str) -> int:
+        return _fork([word.replace("OUT", out) for word in words[3:]], lambda: None, sys.stderr.fileno())
+
+    whole, killed, kills = words[0], words[1], int(words[2])
+    begun = time.monotonic()
+    assert _status(start(whole)) == 0
+    duration = time.monotonic() - begun
+    drawn, moments = random.Random(0), []
+    while len(moments) < kills:
+        moment = drawn.uniform(0, duration / 3)
+        process = start(killed)
+        time.sleep(moment)
+        os.kill(process, signal.SIGKILL)
+        if _status(process) == -signal.SIGKILL:
+            moments.append(moment)
+        else:  # it had come to its end
+            shutil.rmtree(killed)
+    assert _status(start(killed)) == 0 or Path(killed, "model").exists()
+    print(json.dumps(moments))  # noqa: T201
 
 
 if __name__ == "__main__":
-    _run()
+    {"_stop_everywhere": _stop_everywhere, "_kill_at_random": _kill_at_random}[sys.argv[1]](*sys.argv[2:])

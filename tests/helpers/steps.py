@@ -41,16 +41,9 @@ def plain_and_cached(
     features: Callable[[SentenceTransformer], list[Any]],
     **arguments: Any,
 ) -> list[dict[str, Any]]:
-    """Compute a loss and its gradients at once, and in mini-batches of two.
+    """Compute the plain loss and the cached one, in mini-batches of two: the value as `loss`, and all gradients.
 
-    Args:
-        cached: Name of the loss in mini-batches.
-        make: Makes the model.
-        features: Makes the columns of a batch for it.
-        **arguments: Of the loss.
-
-    Returns:
-        For the plain loss and for the cached one: the value as `loss`, and the gradient of each parameter.
+    `features` makes the columns of a batch for the model.
     """
     results = []
     for name in (cached.removeprefix("Cached"), cached):

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from helpers.checkpoints import dense_checkpoint, edit_json, files_in, read_json
 from helpers.families import batch
+from helpers.kills import kill_at_random
 from helpers.paths import EXAMPLE_DATA, ROOT
-from helpers.random_kills import kill_at_random
 from helpers.runs import assert_same_weights, environment, launcher, read_log, stop_after, weights
 from torch import nn
 from transformers import AutoModelForMaskedLM
