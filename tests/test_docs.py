@@ -64,12 +64,6 @@ def test_every_architecture_is_listed() -> None:
     assert re.findall(r"`([\w-]+)`", listed) == list(ARCHITECTURES)
 
 
-def test_every_page_is_in_the_navigation() -> None:
-    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
-    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:", 1)[1]
-    assert set(re.findall(r": (\S+\.md)$", navigation, re.MULTILINE)) == pages
-
-
 @pytest.mark.parametrize("settings", [Recipe, PretrainingRecipe, UpcyclingOptions])
 def test_every_setting_is_described(settings: type[Settings]) -> None:
     shown = list(mkdocs_hooks.all_settings(settings))
