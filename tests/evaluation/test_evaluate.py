@@ -74,8 +74,7 @@ def test_scores_are_cached_and_the_second_run_computes_nothing(
 def test_what_a_score_depends_on_is_not_mixed_up(data: Path, changed_encoder: Path, tmp_path: Path) -> None:
     out, own = tmp_path / "out", shutil.copytree(data, tmp_path / "data")
     paths = [str(SMALL_ENCODER), str(changed_encoder)]
-    both = evaluate(paths, data=own, tasks=["part0", "trivia"], out=out)
-    assert both.models == paths  # two folders of one name
+    both = evaluate({"first": paths[0], "second": paths[1]}, data=own, tasks=["part0", "trivia"], out=out)
     first, second = (both.scores[label] for label in both.models)
     assert all(first[name] != second[name] for name in both.datasets)
     assert len(results(out)) == 4
