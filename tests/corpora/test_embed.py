@@ -20,10 +20,10 @@ from sentence_transformers import SentenceTransformer
 import mote
 from mote.cli import main
 from mote.corpora import engines
+from mote.corpora.embed import read_embeddings
 from mote.corpora.encoder import Encoder
 from mote.corpora.options import CorpusOptions
 from mote.corpora.record import Record
-from mote.corpora.shards import read_embeddings
 from mote.files import lock
 from mote.inference.loading import load_encoder
 from mote.reporting import HOW_TO_RESUME
@@ -102,7 +102,7 @@ def test_settings_of_the_model(settings: Any, error: float, model: Path, corpus:
     found = embeddings_in(embed(model, corpus, **settings))
     assert np.allclose(found, encoder.encode(TEXTS), atol=error)
     assert not np.allclose(found, expected(model), atol=1e-5)
-    with pytest.raises(ValueError, match="holds another run, which differs in model"):
+    with pytest.raises(ValueError, match="another run, which differs in model"):
         embed(model, corpus)
 
 
@@ -256,9 +256,9 @@ def test_a_damaged_shard_is_made_again(damage: Callable[[Path], object], model: 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("shard-00000.parquet", "mine", "holds files but no manifest.json"),
+        ("shard-00000.parquet", "mine", "another run, which differs in format"),
         ("manifest.json", "{", "is not valid JSON"),
-        ("manifest.json", '{"files": {"notes.txt": {}}}', "holds another run, which differs in format"),
+        ("manifest.json", '{"files": {"notes.txt": {}}}', "another run, which differs in format"),
     ],
 )
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -303,8 +303,6 @@ def test_an_embedding_that_is_not_finite(
         ({"task": "qery"}, "Unknown task 'qery'. Did you mean 'query'? Available: 'query', 'document'."),
         ({"task": "query", "prompt": "x"}, "exclude each other"),
         ({"shardsize": 9}, "unknown key 'shardsize'. Did you mean 'shard_size'?"),
-        ({"model_dtype": "float16", "backend": "onnx"}, "runs on one CPU device, in the dtype of its export"),
-        ({"device": ["cpu", "cpu"], "backend": "onnx"}, "runs on one CPU device, in the dtype of its export"),
         ({"workers": 4}, "device is for the engine local, workers are for the engine ray"),
         ({"device": "cuda:0", "engine": "ray"}, "device is for the engine local, workers are for the engine ray"),
         ({"device": "cuda:9"}, "tiny does not load in Sentence-Transformers: "),

@@ -4,12 +4,10 @@ import numpy as np
 import pytest
 from scipy.sparse import csr_matrix
 
-from mote.corpora import ranking
 from mote.corpora.filtering import confirm_rows
 from mote.corpora.mining import mine_rows
 from mote.corpora.options import MineOptions
-from mote.corpora.pairs import PairTexts
-from mote.corpora.ranking import Ranker, best, bm25_ranker, dense_ranker, sparse_ranker
+from mote.corpora.pairs import PairTexts, Ranker, best, bm25_ranker, dense_ranker, sparse_ranker
 
 pytest.importorskip("bm25s")
 
@@ -66,7 +64,7 @@ def test_random_ones_follow_the_seed_and_not_the_other_rows() -> None:
 
 @pytest.mark.parametrize("scores", [64, 2**26])
 def test_the_best_scores_in_one_piece_or_in_several(scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranking, "SCORES", scores)
+    monkeypatch.setattr("mote.corpora.pairs.SCORES", scores)
     generator = np.random.default_rng(0)
     queries, documents = (generator.standard_normal((n, 16)) for n in (20, 200))
     documents[50] = documents[10]  # the same score: the first one first

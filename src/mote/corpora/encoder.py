@@ -18,16 +18,11 @@ from mote.inference.loading import load_any_encoder, load_encoder, task_argument
 
 
 class Encoder:
-    """Any Sentence-Transformers model. It is loaded, and its processes are started, when first needed.
-
-    Args:
-        source: A folder, or an id on the Hub.
-        options: How it embeds, and where.
-        sparse: Whether it is a `SparseEncoder`.
-    """
+    """Any Sentence-Transformers model, dense or sparse. It is loaded, and its processes are started, when needed."""
 
     def __init__(self, source: str, options: CorpusOptions, sparse: bool = False) -> None:
         self.source, self.options, self.sparse = source, options, sparse
+        self.devices = [options.device] if isinstance(options.device, str) else options.device or []
         self._pool: dict[str, Any] | None = None
 
     @cached_property
@@ -38,52 +33,48 @@ class Encoder:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """Everything that determines the embeddings, apart from the task."""
-        options = {name: getattr(self.options, name) for name in ("backend", "max_length", "model_dtype", "dimensions")}
+        options = {name: getattr(self.options, name) for name in ("max_length", "model_dtype", "dimensions")}
         return {"revision": self.commit or folder_hash(Path(self.source)), **options}
 
     @cached_property
     def model(self) -> Any:
         """The loaded model; for a cluster, without its weights."""
         options = self.options
-        device = next(iter(options.devices), None) if len(options.devices) < 2 else "cpu"
-        settings: dict[str, Any] = {"revision": self.commit, "trust_remote_code": options.trust_remote_code}
-        if options.backend != "torch" and options.engine == "local":
-            from mote.inference.runtimes import load_exported
-
-            model: Any = load_exported(self.source, options.backend, **settings)
-        else:
-            settings |= {"dtype": options.model_dtype, "device": "meta" if options.engine == "ray" else device}
-            model = (load_any_encoder if self.sparse else load_encoder)(self.source, **settings)
+        device = next(iter(self.devices), None) if len(self.devices) < 2 else "cpu"
+        model: Any = (load_any_encoder if self.sparse else load_encoder)(
+            self.source,
+            revision=self.commit,
+            trust_remote_code=options.trust_remote_code,
+            dtype=options.model_dtype,
+            device="meta" if options.engine == "ray" else device,
+        )
         if options.max_length is not None:
             model.max_seq_length = options.max_length
         return model
 
-    def arguments(self, task: str | None, prompt: str | None = None) -> dict[str, Any]:
+    def arguments(self, task: str | None, prompt: str | None) -> dict[str, Any]:
         """Return the arguments of `encode` for a task, or a prompt in its place."""
         if task is None:
             return {} if prompt is None else {"prompt": prompt}
         return task_arguments(self.model, task)
 
     def encode(
-        self, texts: Sequence[str], rows: Sequence[int], task: str | None, prompt: str | None = None
+        self, texts: Sequence[str], rows: Sequence[int], task: str | None, prompt: str | None
     ) -> Iterator[tuple[list[int], Any]]:
-        """Embed some of the texts, in batches that do not depend on the devices.
+        """Yield some rows, and their embeddings in float32: an array, or a SciPy matrix of a sparse encoder.
 
-        Batches hold texts with about as many tokens: `encode` sorts by characters, by which up to a third of a batch
-        is padding.
-
-        Yields:
-            Rows, and their embeddings in float32: an array, or a SciPy matrix of a sparse encoder.
+        Batches do not depend on the devices, and hold texts with about as many tokens: `encode` sorts by characters, by
+        which up to a third of a batch is padding.
         """
         lengths = dict(zip(rows, self._count_tokens([texts[row] for row in rows]), strict=True))
         rows, size = sorted(rows, key=lambda row: -lengths[row]), self.options.batch_size
         settings, step = self.arguments(task, prompt), size
         if self.options.dimensions is not None:
             settings["truncate_dim"] = self.options.dimensions
-        if len(self.options.devices) > 1:
+        if len(self.devices) > 1:
             if self._pool is None:
                 self.model.in_worker = _EndsWithParent()  # Sentence-Transformers offers no other hook
-                self._pool = self.model.start_multi_process_pool(self.options.devices)
+                self._pool = self.model.start_multi_process_pool(self.devices)
             settings |= {"pool": self._pool, "chunk_size": size}
             step = len(rows)
         for start in range(0, len(rows), step):

@@ -12,7 +12,7 @@ from huggingface_hub.utils import tqdm
 
 from mote.corpora.encoder import Encoder
 from mote.corpora.options import CorpusOptions
-from mote.corpora.shards import write_shard
+from mote.files import replaced
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -30,20 +30,15 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """What is embedded, and where to; it is sent unchanged to the workers of a cluster.
+    """What is embedded, and where to; it is sent unchanged to the workers of a cluster."""
 
-    Attributes:
-        texts: Texts with the columns `id`, `text` and `task`.
-        sparse: Whether the embeddings are those of a `SparseEncoder`.
-    """
-
-    texts: "Dataset"
+    texts: "Dataset"  # with the columns id, text and task
     folder: Path
     task: str | None = None
     prompt: str | None = None
     dtype: str = "float32"
     shard_size: int = 8192
-    sparse: bool = False
+    sparse: bool = False  # whether the embeddings are those of a `SparseEncoder`
 
     def __len__(self) -> int:
         """Return the number of shards."""
@@ -87,33 +82,74 @@ def _in_order(batches: list[tuple[list[int], Any]]) -> Any:
     return embeddings
 
 
+# Files ---------------------------------------------------------------------------------------------------------------
+
+
+def write_shard(path: Path, ids: Sequence[str], embeddings: Any, dtype: str = "float32") -> None:
+    """Write embeddings [N, D], all of them finite, with their ids as parquet, or a SciPy matrix as it is."""
+    if not isinstance(embeddings, np.ndarray):
+        from scipy.sparse import save_npz
+
+        with replaced(path) as unfinished:
+            save_npz(unfinished, embeddings)
+        return
+    import pyarrow
+    from pyarrow import parquet
+
+    with np.errstate(over="ignore"):
+        stored = embeddings.astype(dtype)
+    broken = np.flatnonzero(~np.isfinite(stored).all(axis=1))
+    if len(broken):
+        first, count = ids[broken[0]], f"{len(broken)} of {len(ids)}"
+        raise ValueError(f"the embedding of {first!r} is not finite in {dtype} (in its shard {count} are not)")
+    lists = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(stored.reshape(-1)), stored.shape[1])
+    shard = pyarrow.table({"id": pyarrow.array(ids, pyarrow.string()), "embedding": lists})
+    with replaced(path) as unfinished:
+        parquet.write_table(shard, unfinished, use_dictionary=False)
+
+
+def read_shard(path: Path) -> Any:
+    """Read the embeddings of a shard: an array in float32, or a SciPy matrix."""
+    if path.suffix == ".npz":
+        from scipy.sparse import load_npz
+
+        return load_npz(path)
+    column = read_column(path, "embedding")
+    return column.flatten().to_numpy().reshape(len(column), -1).astype(np.float32)
+
+
+def read_column(path: Path, name: str) -> Any:
+    """Read a column of a shard: a pyarrow array."""
+    from pyarrow import parquet
+
+    return parquet.read_table(path, columns=[name], partitioning=None)[name].combine_chunks()
+
+
+# Engines -------------------------------------------------------------------------------------------------------------
+
+
 def run(job: Job, numbers: Sequence[int], encoder: Encoder) -> Iterator[Shard]:
     """Embed shards of a job on the engine that the encoder's options name, and show the progress."""
     if not numbers:
         return
     for task in {job.task, *job.texts.unique("task")}:
         encoder.arguments(task, job.prompt)
-    rows = len(job.texts)
-    done = rows - sum(map(job.rows, numbers))
-    engine = _on_ray if encoder.options.engine == "ray" else _here
+    total, engine = len(job.texts), _on_ray if encoder.options.engine == "ray" else _here
     with (
-        tqdm(total=rows, initial=done, unit=" texts", desc="Embedding", disable=None) as bar,
+        tqdm(
+            total=total, initial=total - sum(map(job.rows, numbers)), unit=" texts", desc="Embedding", disable=None
+        ) as bar,
         closing(engine(job, numbers, encoder, bar.update)) as shards,
     ):
         for shard in shards:
             yield shard
-            done += shard.rows
-            bar.update(max(0, done - bar.n))
             if bar.disable:
-                logger.info("%s of %s texts are embedded", f"{done:,}", f"{rows:,}")
+                logger.info("Shard %d of %d is embedded", shard.number + 1, len(job))
 
 
 def _here(job: Job, numbers: Sequence[int], encoder: Encoder, progress: Callable[[int], object]) -> Generator[Shard]:
     for number in numbers:
         yield job.embed(number, encoder, progress)
-
-
-# Ray -----------------------------------------------------------------------------------------------------------------
 
 
 def _on_ray(job: Job, numbers: Sequence[int], encoder: Encoder, progress: Callable[[int], object]) -> Generator[Shard]:
@@ -142,6 +178,7 @@ def _on_ray(job: Job, numbers: Sequence[int], encoder: Encoder, progress: Callab
         for row in results.iter_rows():
             if "error" in row:
                 raise row["error"]
+            progress(row["shard"]["rows"])
             yield Shard(**row["shard"])
     finally:
         if not connected:
@@ -171,9 +208,8 @@ class _Worker:
         self.job, self.encoder = job, Encoder(source, options, sparse)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Embed some shards. Errors are returned as results: of a raised one, Ray may keep only the text."""
+        """Embed some shards. Errors are returned as results: in one that was raised, Ray hides the cause."""
         try:
-            shards = [self.job.embed(int(number), self.encoder) for number in batch["number"]]
-            return {"shard": [shard._asdict() for shard in shards]}
+            return {"shard": [self.job.embed(int(number), self.encoder)._asdict() for number in batch["number"]]}
         except (OSError, ValueError) as error:
             return {"error": [error]}

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from mote.corpora.options import FilterOptions
-from mote.corpora.pairs import PairTexts, read_pairs
-from mote.corpora.ranking import Ranker, score_rows
+from mote.corpora.pairs import PairTexts, Ranker, read_pairs, score_rows
 from mote.corpora.runs import map_blocks, run_datasets
 from mote.data.rows import Location
 
@@ -59,8 +58,7 @@ def filter_pairs(
         counts = {"rows": len(stays), "kept": int(stays.sum()), "dropped": len(dropped)}
         return rows, {**counts, "examples": [dataset.rows[row] for row in shown]}
 
-    identity = {"command": "filter", "nearest": chosen.nearest, "shard_size": chosen.shard_size}
-    return run_datasets(datasets, out, str(model), chosen, identity, process)
+    return run_datasets(datasets, out, str(model), chosen, {"command": "filter", **chosen.own()}, process)
 
 
 def confirm_rows(texts: PairTexts, ranker: Ranker, nearest: int, rows: np.ndarray) -> dict[str, np.ndarray]:

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from mote.corpora.options import EmbedOptions, MineOptions
-from mote.corpora.pairs import PairDataset, PairTexts, read_pairs
-from mote.corpora.ranking import Ranker, best, score_rows
+from mote.corpora.pairs import PairDataset, PairTexts, Ranker, best, read_pairs, score_rows
 from mote.corpora.runs import map_blocks, run_datasets
 from mote.corpora.texts import read_texts
 from mote.data.rows import Location
@@ -51,8 +50,7 @@ def mine_negatives(
     chosen = MineOptions(**{**dict(options or ()), **settings})
     texts = read_texts(chosen.corpus, EmbedOptions(split=chosen.split)) if chosen.corpus else ()
     corpus = [text.text for text in texts]
-    identity = {"command": "mine", **{name: getattr(chosen, name) for name in MineOptions.__annotations__}}
-    identity["corpus"] = {"sha256": hashlib.sha256(json.dumps(corpus).encode()).hexdigest()}
+    identity = {"command": "mine", **chosen.own(), "corpus": hashlib.sha256(json.dumps(corpus).encode()).hexdigest()}
 
     def process(location: Location[Any], work: Path, make_ranker: Callable[[PairTexts, Path], Ranker]) -> Any:
         dataset = read_pairs(location, corpus)
@@ -68,23 +66,18 @@ def mine_negatives(
 
 
 def mine_rows(texts: PairTexts, ranker: Ranker, options: MineOptions, rows: np.ndarray) -> dict[str, np.ndarray]:
-    """Mine negatives for some rows of a dataset. A row does not depend on the others.
-
-    Returns:
-        `documents`, the index of each negative [R, n], -1 where fewer were accepted; their `scores` [R, n], NaN where
-        there is none; `positive_scores` [R]; and `too_near`, the number of candidates that a margin excluded [R].
-    """
+    """Mine negatives for some rows of a dataset. A row does not depend on the others."""
     count = options.negatives
     mined = {
-        "documents": np.full((len(rows), count), -1),
+        "documents": np.full((len(rows), count), -1),  # index of each negative; -1 where fewer were accepted
         "scores": np.full((len(rows), count), np.nan),
         "positive_scores": np.zeros(len(rows)),
-        "too_near": np.zeros(len(rows), dtype=np.int64),
+        "too_near": np.zeros(len(rows), dtype=np.int64),  # candidates that a margin excluded
     }
     for index, scored in enumerate(score_rows(texts, ranker, rows)):
         candidates = best(scored.others, options.depth)[options.skip :]
         candidates = candidates[scored.others[candidates] > ranker.floor]
-        accepted = candidates[scored.scores[candidates] < _limit(options, scored.positive)]
+        accepted = candidates[scored.others[candidates] < _limit(options, scored.positive)]
         mined["positive_scores"][index] = scored.positive
         mined["too_near"][index] = len(candidates) - len(accepted)
         if options.sampling == "random":
@@ -92,7 +85,7 @@ def mine_rows(texts: PairTexts, ranker: Ranker, options: MineOptions, rows: np.n
             accepted = accepted[np.sort(generator.permutation(len(accepted))[:count])]
         accepted = accepted[:count]
         mined["documents"][index, : len(accepted)] = accepted
-        mined["scores"][index, : len(accepted)] = scored.scores[accepted]
+        mined["scores"][index, : len(accepted)] = scored.others[accepted]
     return mined
 
 

@@ -1,7 +1,7 @@
 """Options of `mote embed`, `mine` and `filter`, each declared once. Imports neither torch nor transformers."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 from typing_extensions import Self
@@ -20,7 +20,6 @@ class CorpusOptions(Settings):
         device: Device, or several, each with a process of its own. Default: the best available.
         engine: `local` for this machine, or `ray` for a cluster through Ray Data, which chooses the devices.
         workers: Number of Ray workers. Default: one per GPU, or one per node if there are none.
-        backend: Runtime; `onnx` and `openvino` are for folders written by `mote export`.
         revision: Branch, tag or commit of a model on the Hub.
         trust_remote_code: Whether to run the code in the model's repository.
         split: Split of folders and datasets on the Hub.
@@ -35,26 +34,20 @@ class CorpusOptions(Settings):
     device: str | list[str] | None = None
     engine: Literal["local", "ray"] = "local"
     workers: PositiveInt | None = None
-    backend: Literal["torch", "onnx", "openvino"] = "torch"
     revision: str | None = None
     trust_remote_code: bool = False
     split: str = "train"
     subset: str | None = None
     overwrite: bool = False
 
-    @property
-    def devices(self) -> list[str]:
-        """Devices on this machine that are asked for; empty for the best one, and for a cluster."""
-        devices = [self.device] if isinstance(self.device, str) else self.device or []
-        return devices if self.engine == "local" else []
+    def own(self) -> dict[str, Any]:
+        """Return the fields of a verb's own class, which determine its result, beside model and texts."""
+        return {name: getattr(self, name) for name in type(self).__annotations__}
 
     @model_validator(mode="after")
-    def _fit_engine_and_backend(self) -> Self:
-        without_effect = self.device if self.engine == "ray" else self.workers
-        if without_effect is not None:
+    def _fit_engine(self) -> Self:
+        if (self.device if self.engine == "ray" else self.workers) is not None:
             raise ValueError("device is for the engine local, workers are for the engine ray")
-        if self.backend != "torch" and (self.devices not in ([], ["cpu"]) or self.model_dtype is not None):
-            raise ValueError(f"the backend {self.backend} runs on one CPU device, in the dtype of its export")
         return self
 
 
@@ -131,12 +124,6 @@ class MineOptions(PairOptions):
     @classmethod
     def _read_negative(cls, margin: float | None) -> float | None:
         return None if margin is not None and margin < 0 else margin
-
-    @model_validator(mode="after")
-    def _enough_candidates(self) -> Self:
-        if self.depth - self.skip < self.negatives:
-            raise ValueError(f"{self.negatives} negatives cannot be found in {self.depth - self.skip} candidates")
-        return self
 
 
 class FilterOptions(PairOptions):

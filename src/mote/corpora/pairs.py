@@ -1,58 +1,50 @@
-"""Datasets of pairs: their rows, and their texts without repeats."""
+"""Datasets of pairs: their rows, their texts without repeats, and scores of all documents for queries.
+
+Scores are those of a model's vectors (dense, sparse or hybrid), or of BM25.
+"""
 
 import gzip
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from mote.data.columns import Example, check_row, find_columns
 from mote.data.rows import Location, read_rows
 
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
+
+SCORES = 2**26
+"""Maximum number of scores in memory at once."""
+
 
 @dataclass(frozen=True)
 class PairTexts:
-    """The texts of a dataset, each once, and which of them each row holds.
+    """The texts of a dataset, each once (ignoring case and white space), and which of them each row holds."""
 
-    Texts are compared ignoring case and whitespace.
-
-    Attributes:
-        queries: The anchors.
-        documents: The positives, and all other texts of the corpus.
-        anchors: Index of each row's anchor in `queries`, [R].
-        positives: Indices of each row's positives in `documents`; the first one is scored.
-        known: For each query, the documents that are never its negatives: its positives in any row, and its own text.
-    """
-
-    queries: list[str]
-    documents: list[str]
-    anchors: np.ndarray
-    positives: list[list[int]]
-    known: list[set[int]]
+    queries: list[str]  # the anchors
+    documents: list[str]  # the positives, and all other texts of the corpus
+    anchors: np.ndarray  # index of each row's anchor in `queries`, [R]
+    positives: list[list[int]]  # indices of each row's positives in `documents`; the first one is scored
+    known: list[set[int]]  # for each query, what is never its negative: its positives in any row, and its own text
 
     @classmethod
     def of(cls, anchors: Sequence[str], positives: Sequence[Sequence[str]], corpus: Iterable[str] = ()) -> "PairTexts":
         """Collect the texts of rows, and further documents, each once."""
-        queries, documents = _UniqueTexts(), _UniqueTexts()
-        of_anchors = [queries.add(anchor) for anchor in anchors]
-        of_positives = [[documents.add(text) for text in texts] for texts in positives]
-        for text in corpus:
-            if text.strip():  # trainers refuse empty negatives
-                documents.add(text)
-        own = (documents.places.get(_normalized(query)) for query in queries.texts)
-        known: list[set[int]] = [set() if place is None else {place} for place in own]
+        queries, query_of = _each_once(anchors)
+        # Trainers refuse empty negatives.
+        documents, document_of = _each_once([*chain(*positives), *filter(str.strip, corpus)])
+        of_anchors = [query_of[_normalized(anchor)] for anchor in anchors]
+        of_positives = [[document_of[_normalized(text)] for text in texts] for texts in positives]
+        known = [{document_of[text]} if text in document_of else set[int]() for text in query_of]
         for query, places in zip(of_anchors, of_positives, strict=True):
             known[query].update(places)
-        return cls(
-            queries=queries.texts,
-            documents=documents.texts,
-            anchors=np.array(of_anchors, dtype=np.int64),
-            positives=of_positives,
-            known=known,
-        )
+        return cls(queries, documents, np.array(of_anchors, dtype=np.int64), of_positives, known)
 
     def part(self, rows: slice) -> "PairTexts":
         """Return the pairs of some rows, with only their own anchors and positives."""
@@ -68,17 +60,12 @@ class PairTexts:
         )
 
 
-class _UniqueTexts:
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self.places: dict[str, int] = {}
-
-    def add(self, text: str) -> int:
-        """Add a text unless it is there; return its index."""
-        place = self.places.setdefault(_normalized(text), len(self.texts))
-        if place == len(self.texts):
-            self.texts.append(text)
-        return place
+def _each_once(texts: Iterable[str]) -> tuple[list[str], dict[str, int]]:
+    """Return the first of equal texts, and the index of each normalized text among them."""
+    first: dict[str, str] = {}
+    for text in texts:
+        first.setdefault(_normalized(text), text)
+    return [*first.values()], {text: number for number, text in enumerate(first)}
 
 
 def _normalized(text: str) -> str:
@@ -96,11 +83,7 @@ class PairDataset:
 
 
 def read_pairs(location: Location[Any], corpus: Iterable[str] = ()) -> PairDataset:
-    """Read a dataset of pairs into memory, with further documents from a corpus.
-
-    Raises:
-        ValueError: If a row is invalid, or the rows are not pairs.
-    """
+    """Read a dataset of pairs into memory, with further documents from a corpus."""
     rows = list(read_rows(location))
     present = {column for row in rows for column in row.take(set)}  # some have fewer negatives than others
     columns = find_columns(location.settings, present, location.name, ("pairs",))
@@ -122,3 +105,78 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 def _as_line(row: dict[str, Any]) -> bytes:
     return json.dumps(row, ensure_ascii=False).encode() + b"\n"
+
+
+# Ranking -------------------------------------------------------------------------------------------------------------
+
+
+class Ranker(NamedTuple):
+    """Scores all documents of a dataset for queries."""
+
+    scores: Callable[[np.ndarray], np.ndarray]  # indices of queries [Q] → scores of all documents, [Q, N]
+    floor: float = -np.inf  # score that a document must exceed to be found at all
+
+
+def dense_ranker(queries: np.ndarray, documents: np.ndarray) -> Ranker:
+    """Rank by inner products of embeddings, [Q, D] and [N, D]."""
+    return Ranker(lambda rows: queries[rows] @ documents.T)
+
+
+def sparse_ranker(queries: "csr_matrix", documents: "csr_matrix", vocabulary: int) -> Ranker:
+    """Rank by inner products of vectors, [Q, V] and [N, V]; those of hybrid models have a dense part after V."""
+    by_token = documents[:, :vocabulary].T.tocsr()
+    dense = dense_ranker(queries[:, vocabulary:].toarray(), documents[:, vocabulary:].toarray())
+    floor = -np.inf if queries.shape[1] > vocabulary else 0.0
+    return Ranker(lambda rows: (queries[rows, :vocabulary] @ by_token).toarray() + dense.scores(rows), floor)
+
+
+def bm25_ranker(queries: Sequence[str], documents: Sequence[str]) -> Ranker:
+    """Rank by BM25 (k1 0.9, b 0.4) over lower-cased words without English stop words, with bm25s."""
+    import bm25s
+
+    def tokenize(texts: Sequence[str]) -> list[list[str]]:
+        return bm25s.tokenize(list(texts), stopwords="en", return_ids=False, show_progress=False)
+
+    of_queries, of_documents = tokenize(queries), tokenize(documents)
+    index: Any = bm25s.BM25(k1=0.9, b=0.4)
+    has_words = any(of_documents)  # bm25s cannot index texts without any
+    if has_words:
+        index.index(of_documents, show_progress=False)
+
+    def scores(rows: np.ndarray) -> np.ndarray:
+        found = np.zeros((len(rows), len(documents)), np.float32)
+        for place, row in enumerate(rows.tolist()):
+            if of_queries[row] and has_words:
+                found[place] = index.get_scores(of_queries[row])
+        return found
+
+    return Ranker(scores, floor=0.0)
+
+
+class RowScores(NamedTuple):
+    """Scores for the query of a row."""
+
+    row: int
+    positive: float
+    others: np.ndarray  # of all documents, [N]; -inf for those that are known to answer the query
+
+
+def score_rows(texts: PairTexts, ranker: Ranker, rows: np.ndarray) -> Iterator[RowScores]:
+    """Score all documents for the queries of some rows, [R]."""
+    step = max(1, SCORES // len(texts.documents))
+    for start in range(0, len(rows), step):
+        part = rows[start : start + step]
+        queries, of_rows = np.unique(texts.anchors[part], return_inverse=True)
+        scores = ranker.scores(queries)
+        for row, place in zip(part.tolist(), of_rows.tolist(), strict=True):
+            others = scores[place].copy()
+            others[list(texts.known[queries[place]])] = -np.inf
+            yield RowScores(row, float(scores[place, texts.positives[row][0]]), others)
+
+
+def best(scores: np.ndarray, count: int) -> np.ndarray:
+    """Return the indices of the highest scores, the best first; of equal ones, the lowest index."""
+    places = np.arange(len(scores))
+    if count < len(scores):
+        places = np.flatnonzero(scores >= np.partition(scores, -count)[-count])
+    return places[np.argsort(-scores[places], kind="stable")[:count]]

@@ -19,54 +19,39 @@ FORMAT = 3
 
 
 class Record:
-    """The record of a folder, while this process is its only writer: the identity of the run, and finished files.
-
-    Attributes:
-        folder: The folder.
-        file: File of the record.
-        work: Folder for what the run needs until it is complete.
-        content: Its content; `files` holds the finished files with their hashes.
-    """
+    """The record of a folder, while this process is its only writer: the identity of the run, and finished files."""
 
     def __init__(self, file: Path) -> None:
-        self.folder, self.file, self.work = file.parent, file, file.parent / ".work"
+        self.folder, self.file = file.parent, file
+        self.work = file.parent / ".work"  # what the run needs until it is complete
         self.content: dict[str, Any] = read_json(file, missing_ok=True)
-        self.started = False
 
     @property
     def finished(self) -> dict[str, dict[str, Any]]:
-        """File → its entry in the record."""
+        """File → its entry in the record, with its hash."""
         return self.content.get("files", {})
 
     def start(self, identity: dict[str, Any], overwrite: bool) -> None:
-        """Start a run, or resume it.
-
-        Args:
-            identity: The `command`, and everything else that determines the results.
-            overwrite: Replace another run.
-
-        Raises:
-            ValueError: If the folder holds a run with another identity.
-        """
+        """Start a run, or resume it; its identity is the `command`, and everything else that determines the results."""
         identity = json.loads(json.dumps({"format": FORMAT, **identity}))
+        new = not self.content and all(path.name.startswith(".") for path in self.folder.iterdir())
         if overwrite and self.content.get("command") == identity["command"]:
             for name in self.finished:
                 (self.folder / name).unlink(missing_ok=True)
             shutil.rmtree(self.work, ignore_errors=True)
-            self.content = {}
-        self.content = self.content or {**identity, "files": {}}
+            new = True
+        if new:
+            self.content = {**identity, "files": {}}
         different = []
         for key, value in identity.items():
             found = self.content.get(key)
             if found != value:
-                plain = not isinstance(value, dict) and not isinstance(found, dict)
-                different.append(f"{key} ({found!r}, now {value!r})" if plain else key)
+                different.append(key if isinstance(value, dict) else f"{key} ({found!r}, now {value!r})")
         if different:
             raise ValueError(
-                f"{self.folder} holds another run, which differs in {', '.join(different)}: choose another folder, or "
-                "replace it with --overwrite"
+                f"{self.folder} holds other files, or another run, which differs in {', '.join(different)}: choose "
+                "another folder, or replace the run with --overwrite"
             )
-        self.started = True
         self.update()
 
     def update(self, **changes: Any) -> None:
@@ -87,24 +72,16 @@ class Record:
 
 @contextmanager
 def open_record(folder: Path, name: str) -> Iterator[Record]:
-    """Hold the lock of a folder with a record of this name.
-
-    The folder is created, and removed again if nothing is finished in it.
-
-    Raises:
-        ValueError: If the folder holds files, but no such record.
-    """
+    """Hold the lock of a folder and its record; a new folder is removed again if nothing is finished in it."""
     with lock(folder / ".lock"):
         remove_leftovers(folder)
         record = Record(folder / name)
-        if not record.content and any(not path.name.startswith(".") for path in folder.iterdir()):
-            raise ValueError(f"{folder} holds files but no {name}: choose another folder")
         try:
             yield record
             shutil.rmtree(record.work, ignore_errors=True)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"what is finished is kept in {folder}, and {HOW_TO_RESUME}") from None
         finally:
-            if record.started and not record.finished and not any([*folder.rglob("shard-*"), *folder.rglob("block-*")]):
+            if record.content.get("files") == {} and not any([*folder.rglob("shard-*"), *folder.rglob("block-*")]):
                 shutil.rmtree(record.work, ignore_errors=True)
                 record.file.unlink(missing_ok=True)

@@ -17,12 +17,10 @@ import numpy as np
 from tqdm import tqdm
 
 from mote.corpora.encoder import Encoder
-from mote.corpora.engines import Job, run
+from mote.corpora.engines import Job, read_shard, run
 from mote.corpora.options import PairOptions
-from mote.corpora.pairs import PairTexts, write_rows
-from mote.corpora.ranking import Ranker, bm25_ranker, dense_ranker, sparse_ranker
+from mote.corpora.pairs import PairTexts, Ranker, bm25_ranker, dense_ranker, sparse_ranker, write_rows
 from mote.corpora.record import open_record
-from mote.corpora.shards import read_shard
 from mote.corpora.texts import CorpusText, write_texts
 from mote.data.rows import Location, find_datasets, load_from_hub
 from mote.data.settings import DatasetSource
@@ -44,21 +42,15 @@ logger = logging.getLogger(__name__)
 def run_datasets(
     datasets: Sequence[str], out: str | Path, model: str, options: PairOptions, identity: Details, process: Process
 ) -> Path:
-    """Process datasets of pairs one after another, those that are not finished.
+    """Process datasets of pairs, and pairs of `hub:user/name`, one after another, those that are not finished.
 
-    Args:
-        datasets: Paths and patterns in the data folder, or `hub:user/name`.
-        out: Folder of the run.
-        model: Model that ranks documents, or `bm25`.
-        options: Options of the run.
-        identity: The command, and what determines the results beside model and datasets.
-        process: Processes a dataset, given its location, a folder for what it needs until it is finished, and a
-            function that makes a ranker for texts; returns rows to write, and details for the record.
-
-    Returns:
-        The folder.
+    Beside model (or `bm25`) and datasets, the identity determines the results. `process` is given a dataset, a folder
+    for what it needs until it is finished, and a function that makes a ranker for texts; it returns rows to write, and
+    details for the record.
     """
-    locations = locate(datasets, options)
+    entries = [DatasetSource(path=path, split=options.split, subset=options.subset) for path in datasets]
+    found = [location for entry in entries for location in find_datasets(entry, options.data)]
+    locations = list({location.name: location for location in found}.values())
     identity = {"model": BM25, **identity, "datasets": {each.name: _content_of(each) for each in locations}}
     encoder = None
     if model != BM25:
@@ -81,25 +73,15 @@ def run_datasets(
                     write_rows(unfinished, rows)
                 record.add(name, dataset=location.name, **details)
                 shutil.rmtree(work, ignore_errors=True)
-    logger.info("\n%s", report([*record.finished.values()]))
+    logger.info("\n%s", _report([*record.finished.values()]))
     return record.folder
 
 
-def report(entries: Sequence[Details]) -> str:
+def _report(entries: Sequence[Details]) -> str:
     """Lay out the numbers of each dataset, one line each."""
     columns = [key for key in entries[0] if key not in ("sha256", "dataset", "examples")]
-    rows = []
-    for entry in entries:
-        cells = ["" if entry[key] is None else f"{entry[key]:,}" for key in columns]
-        rows.append([entry["dataset"], *cells])
+    rows = [[each["dataset"], *("" if each[key] is None else f"{each[key]:,}" for key in columns)] for each in entries]
     return table(["dataset", *(key.replace("_", " ") for key in columns)], rows)
-
-
-def locate(datasets: Sequence[str], options: PairOptions) -> list[Location[Any]]:
-    """Find datasets, each by a path or pattern in the data folder, or by `hub:user/name`; repeats are left out."""
-    entries = [DatasetSource(path=path, split=options.split, subset=options.subset) for path in datasets]
-    locations = [location for entry in entries for location in find_datasets(entry, options.data)]
-    return list({location.name: location for location in locations}.values())
 
 
 def _content_of(location: Location[Any]) -> list[str]:
@@ -152,10 +134,6 @@ def _embed(texts: Sequence[str], encoder: Encoder, task: str, work: Path, folder
         from scipy.sparse import vstack
 
         return vstack(list(shards), format="csr")
-    embeddings = np.empty((0, 0))
-    for number, part in enumerate(shards):
-        if number == 0:
-            embeddings = np.empty((len(texts), part.shape[1]), np.float32)
-        lengths = np.linalg.norm(part, axis=1, keepdims=True)
-        embeddings[number * job.shard_size :][: len(part)] = part / np.maximum(lengths, 1e-12)
+    embeddings = np.concatenate(list(shards))
+    embeddings /= np.maximum(np.linalg.norm(embeddings, axis=1, keepdims=True), 1e-12)
     return embeddings

@@ -2,8 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -33,54 +32,36 @@ class CorpusText(NamedTuple):
     task: str | None = None
 
 
-@dataclass(frozen=True)
-class _Columns:
-    """Columns of a corpus; without `id`, texts are numbered from 0."""
-
-    texts: list[str]
-    id: str | None
-    task: str | None
-
-    def take(self, row: dict[str, Any], number: int) -> CorpusText:
-        """Take the text of a row."""
-        texts = [
-            check_value({TITLE: row.get(TITLE) or ""} if column == TITLE else row, column, STRING)
-            for column in self.texts
-        ]
-        if self.id is None and any(column in row for column in ID_COLUMNS):
-            raise ValueError("there is an id, but the first row of the corpus has none: all rows or none")
-        name = str(number) if self.id is None else str(check_value(row, self.id, LABEL))
-        task = None if self.task is None else check_value(row, self.task, STRING)
-        return CorpusText(name, " ".join(filter(None, texts)), task)
-
-
-def _columns_of(first: dict[str, Any], options: EmbedOptions) -> _Columns:
-    """Find the columns of a corpus by its first row."""
+def _reader(first: dict[str, Any], options: EmbedOptions) -> Callable[..., CorpusText]:
+    """Find the columns of a corpus by its first row; return what reads a row, which may have its number for an id."""
     usual = [column for column in TEXT_COLUMNS if column in first]
     if "text" in usual:
         usual = [TITLE, "text"]  # exporters leave out empty titles, maybe that of the first row
     elif len(usual) != 1 and not options.text_columns:
         present = ", ".join(map(repr, first)) or "none"
         raise ValueError(f"which column holds the texts? Name it in text_columns; there are {present}")
-    texts = options.text_columns or usual
-    ids = (column for column in ID_COLUMNS if column in first)
-    return _Columns(texts, options.id_column or next(ids, None), options.task_column)
+    id_of_first = options.id_column or next((column for column in ID_COLUMNS if column in first), None)
+
+    def read(row: dict[str, Any], number: int) -> CorpusText:
+        titled = {**row, TITLE: row.get(TITLE) or ""}
+        texts = [check_value(titled, column, STRING) for column in options.text_columns or usual]
+        id_column = id_of_first or next((column for column in ID_COLUMNS if column in row), None)
+        name = number if id_column is None else check_value(row, id_column, LABEL)
+        task = None if options.task_column is None else check_value(row, options.task_column, STRING)
+        return CorpusText(str(name), " ".join(filter(None, texts)), task)
+
+    return read
 
 
 def read_texts(files: Iterable[str | Path], options: EmbedOptions) -> Iterator[CorpusText]:
-    """Read files, patterns, folders with files for the split, and `hub:user/name`.
-
-    Raises:
-        FileNotFoundError: If there is no such file or dataset.
-        ValueError: At an invalid row, with its location; or if it is unclear which column holds the texts.
-    """
+    """Read files, patterns, folders with files for the split, and `hub:user/name`, up to the first invalid row."""
     settings = [DatasetSource(path=str(file), split=options.split, subset=options.subset) for file in files]
     locations = [location for each in settings for location in find_datasets(each, Path.cwd())]
-    columns = None
+    reader = None
     for number, row in enumerate(row for location in locations for row in read_rows(location)):
-        columns = columns or row.take(partial(_columns_of, options=options))
-        yield row.take(partial(columns.take, number=number))
-    if columns is None:
+        reader = reader or row.take(partial(_reader, options=options))
+        yield row.take(partial(reader, number=number))
+    if reader is None:
         raise ValueError(f"{', '.join(map(str, files))}: the corpus has no rows")
 
 
