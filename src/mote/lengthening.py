@@ -54,7 +54,6 @@ def lengthen(
     out: str | Path | None = None,
     *,
     length: int,
-    rope_theta: float = ROPE_THETA,
     revision: str | None = None,
     options: WriteOptions | None = None,
 ) -> Path:
@@ -69,7 +68,6 @@ def lengthen(
         src: A BERT, RoBERTa, XLM-R or CamemBERT: a folder or an id on the Hub.
         out: Folder to write. Default: the source's name with the length, in the current folder.
         length: Maximum length of a text, in tokens.
-        rope_theta: Base period of the rotary embeddings.
         revision: Branch, tag or commit of a source on the Hub.
         options: How the result is written.
 
@@ -96,13 +94,12 @@ def lengthen(
         "lm_head.dense." in key or (_BERT_HEAD in key and source.config.hidden_act == "gelu") for key in keys
     )
     dense, dropped = load_dense(source, with_head=with_head)
-    model = with_rotary_positions(dense, length, rope_theta)
-    settings = {"length": length, **({} if rope_theta == ROPE_THETA else {"rope_theta": rope_theta})}
+    model = with_rotary_positions(dense, length)
     place = {} if out is None else {"out": target.resolve()}
     step = new_step(
         "lengthen",
-        command=command_line("lengthen", source.public_name, **settings, **place),
-        settings=settings,
+        command=command_line("lengthen", source.public_name, length=length, **place),
+        settings={"length": length},
         made=f"rotary positions, for texts of up to {length:,} tokens, in place of the learned ones of",
         dropped=dropped,
         parameters=model.num_parameters(),
@@ -120,20 +117,13 @@ def lengthen(
     return target
 
 
-def with_rotary_positions(model: PreTrainedModel, length: int, rope_theta: float = ROPE_THETA) -> PreTrainedModel:
-    """Return the model with rotary positions in place of its learned ones, all other weights unchanged.
-
-    Args:
-        model: Transformers' own, of the types in `LENGTHENED`: the encoder, or with its head for masked language
-            modelling.
-        length: Maximum length of a text, in tokens.
-        rope_theta: Base period of the rotary embeddings.
-    """
+def with_rotary_positions(model: PreTrainedModel, length: int) -> PreTrainedModel:
+    """Return the encoder, perhaps with its head, with rotary positions in place of learned ones; other weights stay."""
     settings = {name: getattr(model.config, name) for name in _SETTINGS if hasattr(model.config, name)}
     config = JinaEmbeddingsV3Config(
         **settings,
         max_position_embeddings=length,
-        rope_parameters={"rope_type": "default", "rope_theta": float(rope_theta)},
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
     )
     native: Any = JinaEmbeddingsV3Model if model.base_model is model else JinaEmbeddingsV3ForMaskedLM
     prefix = "" if model.base_model is model else f"{model.base_model_prefix}."

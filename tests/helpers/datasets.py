@@ -8,7 +8,6 @@ from helpers.rows import write_rows
 
 from mote.training.data import TrainingData, TrainingSet, load_data
 from mote.training.recipe import Recipe
-from mote.training.recipe_files import parse_recipe
 
 RETRIEVAL = {"anchor": "search_query", "positive": "search_document", "batches": "homogeneous"}
 CLASSIFICATION = {"anchor": "classification", "batches": "heterogeneous"}
@@ -26,7 +25,7 @@ def recipe_of(folder: Path, task: str = "retrieval", settings: Any = None, **par
     settings = {**(RETRIEVAL if task == "retrieval" else CLASSIFICATION), **(settings or {})}
     parts = {"tasks": {task: settings}, "validation": {"share": 0.0}, **parts}
     data = {"folder": str(folder), **parts.pop("data", {})}
-    return parse_recipe({"model": {"source": "none"}, "data": data, **parts})
+    return Recipe.model_validate({"model": {"source": "none"}, "data": data, **parts})
 
 
 def load(folder: Path, *datasets: Any, task: str = "retrieval", settings: Any = None, **parts: Any) -> TrainingData:

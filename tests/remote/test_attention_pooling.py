@@ -209,10 +209,10 @@ def test_streamed_and_built_in_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"pooling": "latent_attention", "routing": "token"}, "needs task experts: leave out `--routing token`"),
-        ({"pooling": "self_attention", "retrieval": "hybrid"}, "makes dense vectors, but the retrieval is hybrid"),
+        ({"pooling": "latent_attention", "routing": "token"}, "needs task experts and dense vectors"),
+        ({"pooling": "self_attention", "retrieval": "hybrid"}, "needs task experts and dense vectors"),
         ({"pooling": "latent_attention", "with_head": True}, "cannot have a head for masked language modelling"),
-        ({"pooling_heads": 4}, "pooling_heads cannot .* of pooling by attention: add `--pooling latent_attention`"),
+        ({"pooling_heads": 4}, "pooling_heads cannot .* for pooling by attention: add `--pooling latent_attention`"),
     ],
 )
 def test_settings_that_do_not_go_together(settings: dict[str, Any], message: str, dense: Path) -> None:

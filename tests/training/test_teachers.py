@@ -16,8 +16,7 @@ from sentence_transformers import SentenceTransformer
 
 from mote.training import teachers
 from mote.training.data import load_data
-from mote.training.recipe import TeacherSettings
-from mote.training.recipe_files import parse_recipe
+from mote.training.recipe import Recipe, TeacherSettings
 from mote.training.teachers import TeacherEmbeddings
 
 TEXTS = [f"text {'abcde'[i % 5] * (i % 7 + 1)} number {i}" for i in range(10)]
@@ -104,7 +103,7 @@ KILLED = f"""
 import os, signal, sys
 from pathlib import Path
 from mote.training import teachers
-from mote.training.recipe import TeacherSettings
+from mote.training.recipe import Recipe, TeacherSettings
 
 teachers.CHUNK = {CHUNK}
 original = teachers.TeacherEmbeddings._encode
@@ -141,7 +140,7 @@ def test_embeddings_that_are_not_finite_are_refused(teacher: Path, tmp_path: Pat
 HUB = """
 import sys
 from pathlib import Path
-from mote.training.recipe import TeacherSettings
+from mote.training.recipe import Recipe, TeacherSettings
 from mote.training.teachers import TeacherEmbeddings
 
 for name, revision in (("user/teacher", None), ("user/teacher", sys.argv[2]), ("user/missing", None)):
@@ -189,7 +188,7 @@ def test_labels_are_the_embeddings_of_the_texts(row: str, teacher: Path, tmp_pat
     task = {"anchor": "search_query", "positive": "search_document", "batches": "homogeneous", "loss": "MSELoss"}
     own = {"source": str(teacher), "prompts": {"anchor": "query: "}}
     tasks = {"t": {**task, "datasets": [{"path": "train.jsonl", "weight": 1.5}], "teacher": own}}
-    found = parse_recipe({"model": {"source": "none"}, "tasks": tasks, "data": {"folder": str(tmp_path)}})
+    found = Recipe.model_validate({"model": {"source": "none"}, "tasks": tasks, "data": {"folder": str(tmp_path)}})
     (training_set,) = load_data(found, teachers=teachers.teachers_of(found)).sets.values()
     assert training_set.label_type == "embeddings"
     assert len(training_set.rows) == 15

@@ -509,7 +509,7 @@ def test_models_on_the_hub_are_identified_by_their_commits(tmp_path: Path, monke
         for revision in "xy"
     )
     recipe = load_recipe("mote", [f"tasks={{{tasks}}}"])
-    identities = teachers.teacher_identities(teachers.teachers_of(recipe))
+    identities = {one.name: one.identity for one in teachers.teachers_of(recipe).values()}
     assert identities == {f"teacher s/t ({revision})": f"s/t@commit of {revision}" for revision in "xy"}
 
 

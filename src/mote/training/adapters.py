@@ -30,7 +30,7 @@ def adapt(network: Any, settings: PeftSettings, only_experts: list[str] | None =
     """
     from peft import LoraConfig
 
-    targets, saved = settings.targets, [*settings.modules_to_save]
+    targets, saved = settings.targets, [*settings.arguments.get("modules_to_save", ())]
     outside = [OUTSIDE[targets]] if targets in ("shared", "experts") else []
     if only_experts is not None:
         names = "|".join(map(re.escape, only_experts))
@@ -44,8 +44,8 @@ def adapt(network: Any, settings: PeftSettings, only_experts: list[str] | None =
         "lora_dropout": settings.dropout,
         "target_modules": "all-linear" if targets in ("shared", "experts") else targets,
         "exclude_modules": "|".join(outside) or None,
-        "modules_to_save": saved or None,
         **settings.arguments,
+        "modules_to_save": saved or None,
     }
     network.add_adapter(LoraConfig(**arguments))
     base_dtype = getattr(torch, settings.base_dtype)

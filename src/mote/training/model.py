@@ -50,11 +50,7 @@ logger = logging.getLogger(__name__)
 
 
 def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
-    """Return the tasks and instructions of the model that a recipe trains, without its weights.
-
-    Raises:
-        ValueError: If the source does not suit the recipe, or the recipe names a task that the model does not know.
-    """
+    """Return the tasks and instructions of the model that a recipe trains; an error if its source does not suit it."""
     settings = recipe.model
     retrieval_of(recipe, source)
     if is_mote(source.config):
@@ -115,14 +111,10 @@ def _untrained(recipe: Recipe, names: MoTEConfig, trained: list[str]) -> Iterato
 
 
 def encodings(names: MoTEConfig, kind: str) -> dict[str, dict[str, Any]]:
-    """Return the arguments of `encode` for the texts of each task, given the model's kind.
-
-    An empty prompt stays empty, where none at all would be the model's default prompt.
-    """
-    return {
-        task: {"prompt": names.instruction_of(task), **({"task": task} if kind == "mote" else {})}
-        for task in names.tasks
-    }
+    """Return the arguments of `encode` for the texts of each task, given the model's kind."""
+    # An empty prompt stays empty, where none at all would be the model's default prompt.
+    prompts = {task: {"prompt": names.instruction_of(task)} for task in names.tasks}
+    return {task: {**prompt, "task": task} for task, prompt in prompts.items()} if kind == "mote" else prompts
 
 
 def tasks_of(settings: ModelSettings) -> MoTEConfig:
@@ -221,7 +213,7 @@ def check_fit(recipe: RunSettings, source: Checkpoint, config: MoTEConfig, tasks
 def build_model(
     recipe: Recipe, source: Checkpoint, scratch: Path
 ) -> tuple[SentenceTransformer | SparseEncoder, MoTEConfig]:
-    """Build the model that a recipe trains, and a config with its tasks and instructions; errors as in `names_of`.
+    """Build the model that a recipe trains, and a config with its tasks and instructions.
 
     A model that is made from the source (upcycled, for example) is written into `.mote-start` in the folder `scratch`.
     """

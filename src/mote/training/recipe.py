@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 from typing_extensions import Self
 
 from mote.checkpoints.definitions import instruction_with
@@ -235,6 +235,12 @@ class RunSettings(Settings):
 
     PLACE: ClassVar[Any]
     """Folder of the shipped recipes of the kind."""
+
+    @field_validator("tasks", mode="before", check_fields=False)
+    @classmethod
+    def _without_removed(cls, tasks: Any) -> Any:
+        """Leave out tasks that are null."""
+        return {name: task for name, task in tasks.items() if task is not None} if isinstance(tasks, dict) else tasks
 
     @model_validator(mode="after")
     def _default_output(self) -> Self:

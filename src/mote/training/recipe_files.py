@@ -48,35 +48,16 @@ def load_recipe(
             value: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
             _require_tasks_to_remove(settings, OmegaConf.from_dotlist([override]))
             OmegaConf.update(settings, key, value["value"], merge=False)  # a mapping is replaced as a whole
-    plain: Any = OmegaConf.to_container(settings)  # `${…}` stays as it is: it is text, of an instruction perhaps
-    return parse_recipe(plain, str(recipe), kind)
-
-
-def parse_recipe(
-    settings: dict[str, Any],
-    name: str = "recipe",
-    kind: type[AnyRecipe] = Recipe,  # type: ignore[assignment]  # of the default
-) -> AnyRecipe:
-    """Validate settings without the tasks that are null, and fill in the defaults; errors as in `load_recipe`."""
-    tasks = settings.get("tasks")
-    if isinstance(tasks, dict):
-        settings = {**settings, "tasks": {task: value for task, value in tasks.items() if value is not None}}
     try:
-        return kind.model_validate(settings)
+        # `${…}` stays as it is: it is text, of an instruction perhaps.
+        return kind.model_validate(OmegaConf.to_container(settings))
     except ValidationError as error:
         errors = [f"  {key or 'the recipe'}: {message}" for key, message in error_messages(error)]
-        raise ValueError("\n".join([f"The recipe {name} is invalid:", *errors])) from None
+        raise ValueError("\n".join([f"The recipe {recipe} is invalid:", *errors])) from None
 
 
 def _read(recipe: str, place: Any, folder: Path = Path(), extended_by: tuple[Path, ...] = ()) -> DictConfig:
-    """Read a recipe's settings, merged into those of the recipe that it extends.
-
-    Args:
-        recipe: Name of a shipped recipe, or a file in the folder.
-        place: Folder of the shipped recipes.
-        folder: That of the recipe that extends this one.
-        extended_by: Files that extend it.
-    """
+    """Read a recipe, shipped in `place` or a file in `folder`, merged into the one that it extends."""
     shipped = shipped_recipes(place)
     candidates = [place / f"{recipe}.yaml"] if recipe in shipped else [folder / recipe, folder / f"{recipe}.yaml"]
     file = next((path.resolve() for path in candidates if path.is_file()), None)

@@ -29,16 +29,15 @@ class TeacherEmbeddings:
         cache: Folder of the cache. Default: in huggingface_hub's assets cache.
 
     Attributes:
+        name: Source and revision, as the recipe has them.
         identity: Its commit on the Hub, or a hash of its files.
-
-    Raises:
-        FileNotFoundError: If there is no such teacher.
     """
 
     def __init__(self, settings: TeacherSettings, cache: Path | None = None) -> None:
         self.settings, self.cache = settings, cache or Path(cached_assets_path("mote", "teachers"))
         commit = commit_of(settings.source, settings.revision)
         self.identity = f"{settings.source}@{commit}" if commit else folder_hash(Path(settings.source))
+        self.name = f"teacher {settings.source} ({settings.revision or 'newest'})"
         self._model: SentenceTransformer | None = None
 
     def labels(self, columns: dict[str, list[str]]) -> pyarrow.ChunkedArray:
@@ -54,11 +53,7 @@ class TeacherEmbeddings:
     def embed(self, columns: dict[str, list[str]]) -> list[np.ndarray]:
         """Embed the text columns of a dataset, each with the recipe's prompt for it, or read them from the cache.
 
-        Returns:
-            Chunks of rows (rows, columns, dimension), float32, memory-mapped.
-
-        Raises:
-            ValueError: If an embedding is non-finite.
+        Returns chunks of rows (rows, columns, dimension), float32, memory-mapped.
         """
         prompts = {name: self.settings.prompts.get(name) for name in columns}  # type: ignore[call-overload]
         digest = blake2b(repr((self.identity, prompts, CHUNK)).encode(), digest_size=16)
@@ -94,13 +89,5 @@ class TeacherEmbeddings:
 
 def teachers_of(recipe: Recipe) -> dict[str, TeacherEmbeddings]:
     """Return the teachers of a recipe, each once, by their settings as JSON."""
-    by_key = {
-        task.teacher.model_dump_json(): task.teacher for task in recipe.tasks.values() if task.teacher is not None
-    }
-    return {key: TeacherEmbeddings(one) for key, one in by_key.items()}
-
-
-def teacher_identities(teachers: dict[str, TeacherEmbeddings]) -> dict[str, str]:
-    """Return the identity of each teacher, by its source and revision."""
-    asked = ((one, one.settings) for one in teachers.values())
-    return {f"teacher {own.source} ({own.revision or 'newest'})": one.identity for one, own in asked}
+    settings = {task.teacher.model_dump_json(): task.teacher for task in recipe.tasks.values() if task.teacher}
+    return {key: TeacherEmbeddings(one) for key, one in settings.items()}

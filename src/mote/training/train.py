@@ -32,7 +32,7 @@ from mote.training.processes import build_arguments, processes, replicated, with
 from mote.training.progress import LOSS_FILE, RunCallback, SparsitySchedule, TrackedLoss
 from mote.training.recipe import Recipe
 from mote.training.run import Run
-from mote.training.teachers import TeacherEmbeddings, teacher_identities, teachers_of
+from mote.training.teachers import TeacherEmbeddings, teachers_of
 from mote.training.validation import Validation
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class TrainingRun(Run):
     def identify_models(self) -> dict[str, str]:
         """Identify the source and the teachers."""
         self.teachers = teachers_of(self.recipe)
-        return {**super().identify_models(), **teacher_identities(self.teachers)}
+        return {**super().identify_models(), **{one.name: one.identity for one in self.teachers.values()}}
 
     def _load_model(self) -> None:
         self.model, self.names = self._built(self.recipe)

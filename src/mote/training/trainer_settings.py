@@ -88,9 +88,7 @@ class TrainerSettings(Settings):
             if key not in known:
                 nearest = difflib.get_close_matches(str(key), [*cls.model_fields, *known], n=1)
                 hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-                raise ValueError(
-                    f"unknown key {key!r}.{hint} Known: {', '.join(cls.ours())}, fields of {cls.ARGUMENTS}"
-                )
+                raise ValueError(f"unknown key {key!r}.{hint} See the documentation of {cls.ARGUMENTS}")
             # YAML reads `no` as false.
             value = "no" if settings[key] is False and key.endswith("_strategy") else settings[key]
             try:
@@ -123,8 +121,7 @@ class PeftSettings(Settings):
         dropout: Dropout on the adapters' inputs.
         targets: What gets adapters: `all-linear` layers; in a MoTE, only those that the experts share (`shared`), or
             those of each expert (`experts`); or PEFT's `target_modules`: a list of name suffixes, or a pattern.
-        modules_to_save: Modules that are trained in full beside the adapters, by name endings.
-        arguments: Further arguments of PEFT's `LoraConfig` (`use_dora`, `use_rslora` …).
+        arguments: Further arguments of PEFT's `LoraConfig` (`use_dora`, `use_rslora`, `modules_to_save` …).
         base_dtype: Dtype of the frozen linear layers; use `bfloat16` with `training.bf16`, which rounds them anyway.
         merge: Whether adapters are merged into the weights at the end. If not, `model/` contains only the adapters.
     """
@@ -133,7 +130,6 @@ class PeftSettings(Settings):
     alpha: float = Field(default=32, gt=0)
     dropout: float = Field(default=0.1, ge=0, lt=1)
     targets: str | list[str] = "all-linear"
-    modules_to_save: list[str] = []
     arguments: dict[str, Any] = {}
     base_dtype: Literal["float32", "bfloat16"] = "float32"
     merge: bool = True

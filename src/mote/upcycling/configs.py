@@ -30,30 +30,23 @@ _FIXED = {
 
 def refuse_unused(options: UpcyclingOptions, source: Checkpoint, pooling: str, retrieval: Retrieval) -> None:
     """Raise `ValueError` if the options choose what the source's files determine, or what has no effect."""
-    of_definitions = "it is for definitions: add `--definition TASK=TEXT`"
-    unused = {} if options.definitions else {"template": of_definitions}
+    unused = {} if options.definitions else {"template": "it is for definitions: add `--definition TASK=TEXT`"}
     if options.routing != "token":
-        add = "add `--routing token` (in a recipe, model.kind=token_routed)"
-        unused |= dict.fromkeys(TOKEN_ROUTING, f"it is a setting of token routing: {add}")
+        of_routing = "it is for token routing: add `--routing token` (in a recipe, model.kind=token_routed)"
+        unused |= dict.fromkeys(TOKEN_ROUTING, of_routing)
     if retrieval.kind == "dense":
-        of_sparse = "it is a setting of sparse vectors: add `--retrieval sparse`"
-        unused |= dict.fromkeys(("sparse_from", "max_active_dims"), of_sparse)
-    of_attention = "it is a setting of pooling by attention: add `--pooling latent_attention`"
-    if pooling not in POOLING_BY_ATTENTION:
-        unused |= dict.fromkeys(POOLING_SIZES, of_attention)
-    else:
-        if pooling != "latent_attention":
-            unused["pooling_latents"] = of_attention
-        if options.routing == "token":
-            unused["pooling"] = f"pooling by {pooling!r} needs task experts: leave out `--routing token`"
-        if retrieval.kind != "dense":
-            unused["pooling"] = f"pooling by {pooling!r} makes dense vectors, but the retrieval is {retrieval.kind}"
+        unused |= dict.fromkeys(
+            ("sparse_from", "max_active_dims"), "it is for sparse vectors: add `--retrieval sparse`"
+        )
+    sizes = {"latent_attention": (), "self_attention": ("pooling_latents",)}.get(pooling, POOLING_SIZES)
+    unused |= dict.fromkeys(sizes, "it is for pooling by attention: add `--pooling latent_attention`")
+    if pooling in POOLING_BY_ATTENTION and (options.routing == "token" or retrieval.kind != "dense"):
+        unused["pooling"] = f"pooling by {pooling!r} needs task experts and dense vectors"
     fixed, why = _FIXED.get(_kind_of(source), ((), ""))
     unused |= dict.fromkeys(fixed, f"{source.name} {why}")
     if source.format == "nomic_moe":
-        without_head = ("with_head", "retrieval") if retrieval.needs_head else ("with_head",)
         no_head = f"{source.name} has no head for masked language modelling; `--sparse-from embeddings` needs none"
-        unused |= dict.fromkeys(without_head, no_head)
+        unused |= dict.fromkeys(["with_head", *["retrieval"] * retrieval.needs_head], no_head)
     for name in options.changed():
         if name in unused:
             raise ValueError(f"{name} cannot be chosen, {unused[name]}")
@@ -131,8 +124,7 @@ def with_unseen_tasks(tasks: dict[str, str]) -> dict[str, str]:
 def instructions_of(options: UpcyclingOptions, config: MoTEConfig, of_source: dict[str, str]) -> dict[str, str]:
     """Return the instructions of a result: for each task from the options, else from the source, else from the config.
 
-    The paper's instructions are not used together with definitions. A task that follows another one, as `query` follows
-    `search_query`, has the instruction of that task.
+    The paper's are not used together with definitions. `query` follows `search_query`, and so on.
     """
     given = options.instruction_texts if options.instructions else dict.fromkeys(config.tasks, "")
     made = {task: instruction_with(definition, options.template) for task, definition in options.definitions.items()}

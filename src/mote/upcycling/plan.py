@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -50,46 +50,37 @@ class UpcyclingPlan:
 
     def __repr__(self) -> str:
         """Lay out the plan in lines, as `print` does, too."""
-        lines = [f"{name + ':' if name else '':<18} {text}" for name, text in self._rows()]
-        if self.unrouted:
-            names = ", ".join(map(repr, self.unrouted))
-            lines.append(f"note: prompts of the source that belong to no task (`--task NAME=EXPERT`): {names}")
-        return "\n".join(lines)
-
-    def _rows(self) -> list[tuple[str, str]]:
-        """Return title and text of each line; a line without a title continues the one before."""
-        config, counts = self.config, self.counts
+        config, counts, routing = self.config, self.counts, cast(Any, token_routing(self.config))
         weights = ", ".join(path.name for path in self.source.weights)
         rows = [("source", f"{self.source.name} ({config.backbone_config.model_type}, {weights})")]
-        routing: Any = token_routing(config)
         if routing is not None:
             rows.append(("router", _router(routing)))
         if not getattr(config.backbone_config, "is_causal", True):
             rows.append(("attention", "in both directions"))
-        title = "experts (tasks)" if config.routes_by_task else "tasks"
         for expert in config.experts:
             tasks = [task for task, to in config.tasks.items() if to == expert]
-            rows.append((title if expert == config.experts[0] else "", f"{expert} ({', '.join(tasks)})"))
+            rows.append(("expert (tasks)" if config.routes_by_task else "tasks", f"{expert} ({', '.join(tasks)})"))
         if self.retrieval.kind != "dense":
             rows.append(("vectors", str(self.retrieval)))
         layers = config.mote_layer_indices
         blocks = f"{len(layers)} of {config.num_hidden_layers} have experts: {', '.join(map(str, layers))}"
-        rows.append(("blocks", blocks))
         if config.routes_by_task and routing is not None:
-            rows.append(("", f"token-routed: {', '.join(map(str, routing.mote_layer_indices))}"))
+            blocks += f"; token-routed: {', '.join(map(str, routing.mote_layer_indices))}"
         active, total, shared = (millions(counts[name]) for name in ("active", "total", "shared"))
         each = millions(max(counts["experts"].values()))
-        dtype = str(config.dtype).removeprefix("torch.")
-        return [
-            *rows,
+        rows += [
+            ("blocks", blocks),
             ("parameters", f"{active} active, {total} in all: {shared} shared, and per expert {each}"),
-            ("weights", f"{megabytes(self.size)} ({dtype})"),
+            ("weights", f"{megabytes(self.size)} ({str(config.dtype).removeprefix('torch.')})"),
             ("out", str(self.out)),
         ]
+        if self.unrouted:
+            names = ", ".join(map(repr, self.unrouted))
+            rows.append(("note", f"prompts of the source that belong to no task (`--task NAME=EXPERT`): {names}"))
+        return "\n".join(f"{name + ':':<18} {text}" for name, text in rows)
 
 
 def _router(routing: Any) -> str:
-    """Describe token routing."""
     always_one = routing.num_experts_per_tok == 1 and routing.norm_topk_prob
     warning = ", whose weight is always 1: the router only learns to balance" if always_one else ""
     return (
@@ -121,17 +112,8 @@ def plan_upcycling(
     with_head = options.with_head or retrieval.needs_head
     prompts = st.source_prompts(source)
     config = config_of(options, source, str(options.pooling or st.source_pooling(source)))
-    of_source = instructions_from(prompts, config)
-    config.instructions = instructions_of(options, config, of_source)
-    try:
-        config.validate()
-    except ValueError as error:
-        if not of_source:
-            raise
-        raise ValueError(
-            f"{error}. Prompts of {source.name} count as instructions: set others with `--instruction TASK=TEXT`, or "
-            "choose the experts with `--expert NAME`"
-        ) from error
+    config.instructions = instructions_of(options, config, instructions_from(prompts, config))
+    config.validate()
     config.dtype = stored_dtype(source) if options.dtype == "auto" else getattr(torch, options.dtype)
     with torch.device("meta"):
         kind: Any = "masked_lm" if with_head else "model"

@@ -94,11 +94,9 @@ def upcycle(
 def _model_and_its_writer(
     plan: UpcyclingPlan, max_shard_size: str
 ) -> tuple[MoTEModel, list[str], Callable[[Path], None] | None]:
-    """Make sure that the source's weights fit, and build the MoTE.
+    """Make sure that the source's weights fit; return the MoTE and the keys of heads that are dropped.
 
-    Returns:
-        The model; the keys of heads that are dropped; and, if the weights can be streamed from the source's files, so
-        that the model holds none, the function that writes them into a folder.
+    If the weights can be streamed from the source's files, the model holds none, and a function writes them.
     """
     dtype = plan.config.dtype or "auto"
     if plan.source.format == "nomic_moe":
