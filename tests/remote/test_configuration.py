@@ -1,7 +1,6 @@
 """What a config takes, what it refuses, and how it decides which task a text is for."""
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -176,25 +175,19 @@ def test_tasks_given_while_loading_are_completed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("kind", "settings", "message"),
     [
-        ({"default_task": "clusterin"}, r"Unknown default_task 'clusterin'\. Did you mean 'clustering'"),
-        ({"experts": ["clustering"], "defaulttask": "clustering"}, r"Did you mean 'default_task'"),
-        ({"experts": ["clusterin"]}, r"Unknown expert 'clusterin'. Did you mean 'clustering'\? Available: 'class"),
-        ({"experts": []}, r"loaded_experts \[\] must be some of the experts"),
+        (MoTEConfig, {"default_task": "clusterin"}, "Unknown default_task 'clusterin'. Did you mean 'clustering'"),
+        (MoTEConfig, {"experts": ["clustering"], "defaulttask": "clustering"}, "Did you mean 'default_task'"),
+        (MoTEConfig, {"experts": ["clusterin"]}, "Unknown expert 'clusterin'. Did you mean 'clustering'"),
+        (MoTEConfig, {"experts": []}, r"loaded_experts \[\] must be some of the experts"),
+        (TokenRoutedConfig, {"router_aux_loss_coeff": 0.5}, "Unknown setting .*Did you mean 'router_aux_loss_coef'"),
     ],
 )
-def test_an_invalid_setting_while_loading(settings: dict[str, Any], message: str) -> None:
+def test_an_invalid_setting_while_loading(kind: Any, settings: dict[str, Any], message: str) -> None:
     """The base class sets what it knows without a look, and drops the rest."""
     with pytest.raises(ValueError, match=message):
-        MoTEConfig.from_dict(config().to_dict(), **settings)
-
-
-def test_misspelled_settings_of_other_kinds_of_models() -> None:
-    for name in ("router_aux_loss_coeff", "default_tasks"):
-        for make in (TokenRoutedConfig, partial(TokenRoutedConfig.from_dict, TokenRoutedConfig().to_dict())):
-            with pytest.raises(ValueError, match=rf"Unknown setting '{name}'\. Did you mean '{name[:-1]}'"):
-                make(**{name: 0.5})
+        kind.from_dict(kind().to_dict(), **settings)
 
 
 # Which expert serves a task ------------------------------------------------------------------------------------------

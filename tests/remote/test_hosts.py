@@ -1,5 +1,6 @@
 """What works on a dense model works on a MoTE, or one sentence says what to do instead."""
 
+import itertools
 import json
 import logging
 import random
@@ -33,6 +34,8 @@ def test_what_a_host_without_prompts_is_told_works(trained_folder: Path, model: 
         other = trusted(trained_folder, **{setting: value})
         assert_near(other.encode(TEXTS), model.encode(TEXTS, **{way: "classification"}))
         assert host(other)
+    with pytest.raises(ValueError, match="`mote export MODEL --expert NAME --backend onnx --out DIR`"):
+        trusted(trained_folder, backend="onnx")
 
 
 def test_a_pipeline_is_told_what_works(trained_folder: Path, model: Any) -> None:
@@ -52,25 +55,20 @@ def warned(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
         yield caplog
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
+def test_an_instruction_twice_is_said_once(model: Any, token_routed: Path, warned: Any) -> None:
+    ways: list[dict[str, str]] = [
         {"prompt_name": "search_query"},
         {"prompt": "search_query: about whales: "},
         {"prompt_name": "query", "task": "query"},
         {"prompt": "custom: ", "task": "clustering"},
-    ],
-)
-def test_an_instruction_twice_is_said_once(
-    model: Any, token_routed: Path, warned: Any, arguments: dict[str, str]
-) -> None:
-    prompt = arguments.get("prompt", "search_query: ")
-    for one in (model, trusted(token_routed)):
+    ]
+    for one, arguments in itertools.product((model, trusted(token_routed)), ways):
         transformers.utils.logging.warning_once.cache_clear()
         warned.clear()
         for _ in range(2):
             one.encode(["whales", "search_query: whales"], **arguments)
         (message,) = warned.messages
+        prompt = arguments.get("prompt", "search_query: ")
         assert message.startswith(f"The prompt {prompt!r} is put in front of a text that already begins with the ")
         assert "the instruction 'search_query: ': the model reads both" in message
 
@@ -114,8 +112,3 @@ def test_losses_over_layers_are_those_of_the_dense_model(fresh_folder: Path, mak
     assert values[0] == pytest.approx(values[1], abs=1e-5)
     assert difference(*gradients) <= 1e-5
     assert gradients[0].any()
-
-
-def test_other_backends(trained_folder: Path) -> None:
-    with pytest.raises(ValueError, match="`mote export MODEL --expert NAME --backend onnx --out DIR`"):
-        trusted(trained_folder, backend="onnx")
