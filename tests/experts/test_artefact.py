@@ -242,7 +242,7 @@ def test_to_the_hub_and_back(tiny_mote: Path, with_legal: Path, tmp_path: Path) 
         out, error = run_mote(server, tmp_path / "fresh", add, a_model, in_place, push, listed)
         assert "statuses [0, 1, 1, 1, 0]" in out, error
         assert hidden(tmp_path / "fresh" / "new", "legal").equal(hidden(with_legal, "legal"))
-        for message in ("expert.safetensors", "Name the folder to write with `--out`\n", "log in with `hf auth login`"):
+        for message in ("expert.safetensors", "Name the folder to write with `--out`\n", "`hf auth login`"):
             assert message in error
         assert base_hash(with_legal) in out
         assert not {"x", "legal"} & {path.name for path in (tmp_path / "fresh").iterdir()}

@@ -210,6 +210,7 @@ def test_renaming_keeps_the_order_and_what_belongs_to_it(tmp_path: Path) -> None
         (partial(add, name="a.b"), "must be different words of letters"),
         (partial(add, name="new", start="clusterin"), "Unknown expert 'clusterin'. Did you mean 'clustering'?"),
         (partial(add, name="new", start={}), "Missing key"),
+        (partial(add, name="new", start={"x": torch.zeros(1)}), 'Unexpected key.*"x"'),
         (partial(add, name="new", tasks=["clustering"]), "must go to the expert of its own name"),
         (partial(add, name="new", instruction="clustering: "), "already stands for"),
         (partial(add, name="new", instruction={"nw": "x"}), "Unknown task of an instruction: 'nw'"),

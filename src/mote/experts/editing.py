@@ -125,16 +125,13 @@ def weights_of(
 
 def _copies(model: MoTEModel, like: str, new_weights: Mapping[str, torch.Tensor]) -> list[nn.Module]:
     """Copy an expert of each block, with new weights and the block's shared modules."""
-    copies = []
+    copies = nn.ModuleDict()
     for index, block in zip(model.config.mote_layer_indices, model.blocks, strict=True):
         shared: dict[int, Any] = {id(module): module for module in block.shared.modules()}  # targets of `SharedModule`
-        expert = copy.deepcopy(block.experts[like], shared)
-        prefix = f"{architecture_of(model.config).layer_path}.{index}."
-        expert.load_state_dict(
-            {key.removeprefix(prefix): weight for key, weight in new_weights.items() if key.startswith(prefix)}
-        )
-        copies.append(expert)
-    return copies
+        copies[str(index)] = copy.deepcopy(block.experts[like], shared)
+    prefix = f"{architecture_of(model.config).layer_path}."
+    copies.load_state_dict({key.removeprefix(prefix): weight for key, weight in new_weights.items()})
+    return list(copies.values())
 
 
 # Names in the config -------------------------------------------------------------------------------------------------
