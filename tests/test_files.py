@@ -38,8 +38,7 @@ def test_a_file_is_replaced_at_the_end(tmp_path: Path) -> None:
 def test_an_error_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")
-    message = r"^\[Errno 28\] No space left on device: '.*/file'$"
-    with pytest.raises(OSError, match=message), files.replaced(path) as new:  # noqa: PT012
+    with pytest.raises(OSError, match="No space left on device"), files.replaced(path) as new:  # noqa: PT012
         new.write_text("half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert path.read_text() == "old"
@@ -121,13 +120,3 @@ def test_a_killed_process_frees_its_lock_although_its_child_lives(tmp_path: Path
                 os.kill(child, 0)
         finally:
             os.kill(child, signal.SIGKILL)
-
-
-def test_an_atomic_folder(system: str, tmp_path: Path) -> None:
-    with files.Staging(tmp_path / "out") as folder:
-        (folder / "file").touch()
-        assert not (tmp_path / "out").exists()
-    with pytest.raises(FileExistsError, match="out is in use"), files.Staging(tmp_path / "out") as folder:
-        pass
-    assert names(tmp_path) == ["out"]
-    assert names(tmp_path / "out") == ["file"]

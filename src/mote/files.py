@@ -37,10 +37,6 @@ def replaced(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         temporary.replace(path)
-    except OSError as error:
-        if error.errno is not None:  # a full disk, among others, does not name the file
-            error.filename = str(path)
-        raise
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -175,8 +171,8 @@ class Staging:
     is written.
 
     Each writer has its own folder with a random name, and holds a lock in it for as long as it runs; writers in other
-    threads, processes, containers or hosts leave it alone. If several write to one place, the first one takes it and
-    the others fail, or, where a subclass lets them, each replaces the previous one.
+    threads, processes, containers or hosts leave it alone. If several write to one place, each replaces the previous
+    one, unless a subclass refuses an occupied place.
     """
 
     write_errors: tuple[type[BaseException], ...] = (OSError,)
@@ -185,12 +181,7 @@ class Staging:
         self.out = out.resolve()  # a link cannot be replaced by a folder, but the folder that it points to can
 
     def before_move(self) -> None:
-        """Raise `FileExistsError` if the final place is not free; a subclass may take what it keeps of a folder there.
-
-        No other writer moves anything into the place meanwhile.
-        """
-        if self.out.exists() and not (self.out.is_dir() and not any(self.out.iterdir())):
-            raise FileExistsError(f"{self.out} is in use: choose another folder")
+        """Where a subclass refuses a place, or takes what it keeps of it; no other writer moves anything there then."""
 
     def __enter__(self) -> Path:
         """Create the folder."""
@@ -272,11 +263,10 @@ class Staging:
 
 def _remove(work: Path) -> None:
     try:
-        for path in (work / "new", work / "replaced", work):  # the lock last
+        for path in (work / "new", work / "replaced"):
             shutil.rmtree(path, ignore_errors=True)
-    except BaseException:  # an interrupt: finish removing first
+    finally:  # also after an interrupt; the lock last
         shutil.rmtree(work, ignore_errors=True)
-        raise
 
 
 @contextmanager

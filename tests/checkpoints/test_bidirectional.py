@@ -13,10 +13,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from mote import upcycle
 from mote.checkpoints.bidirectional import DECODERS, make_bidirectional
-from mote.checkpoints.reading import open_checkpoint, open_dense
+from mote.checkpoints.reading import open_checkpoint
 from mote.remote.modeling_mote import MoTEModel
-from mote.training.model import build_model
-from mote.training.recipe_files import load_recipe
 from mote.upcycling.plan import plan_upcycling
 
 WINDOW = 4
@@ -142,17 +140,6 @@ def test_a_source_that_says_so(tmp_path: Path) -> None:
     source = dense_checkpoint(tmp_path / "source", "mistral", use_bidirectional_attention=True)
     config: Any = plan_upcycling(str(source)).config
     assert (config.backbone_config.is_causal, config.backbone_config.sliding_window) == (False, None)
-
-
-@pytest.mark.long
-def test_a_dense_baseline_in_both_directions(tmp_path: Path) -> None:
-    source = dense_checkpoint(tmp_path / "source", "mistral", **settings_of("mistral"))
-    overrides = [f"model.source={source}", "data.folder=examples/data", "model.bidirectional=true"]
-    model, _ = build_model(load_recipe("ic", overrides), open_dense(str(source)), tmp_path / "run")
-    model.save(str(tmp_path / "saved"))
-    for dense in (model[0].model, AutoModel.from_pretrained(tmp_path / "saved")):
-        assert difference(*(first_state(dense, token) for token in (30, 31))) > 1e-3
-        assert dense.config.sliding_window is None
 
 
 @pytest.mark.parametrize("name", ["bert", "modernbert"])

@@ -64,7 +64,6 @@ def test_the_model_card(upcycled: Path) -> None:
     assert len(python_blocks(card.text)) == 3
     assert "mote upcycle --src tiny --out tiny-mote" in card.text
     assert "`mote export` makes dense models" in card.text
-    assert "`mote` is the command, and the module, of the Python package `mote-embeddings`." in card.text
     assert not re.search(r"[{}]{2}|[{]%", card.text)  # nothing of the template
 
 
@@ -102,19 +101,10 @@ def test_what_the_card_and_the_command_say_runs(
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        (
-            {"pooling": "self_attention"},
-            "Each block has one attention for all tasks and one feed-forward expert per task; a",
-        ),
-        (
-            {"layers": "every_other"},
-            "Each block has one attention for all tasks, and 1 of the 2 blocks has one feed-forward expert per task; a",
-        ),
-        ({"shared_modules": []}, "Each task has an expert in each block, with an attention of its own. A"),
-        (
-            {"shared_modules": ["attention.self"], "layers": [1]},
-            "Each task has an expert in 1 of the 2 blocks; the experts of a block share `attention.self`. A",
-        ),
+        ({"pooling": "self_attention"}, "Each block has one attention for all tasks and one feed-forward expert per"),
+        ({"layers": "every_other"}, "1 of the 2 blocks has one feed-forward expert per task;"),
+        ({"shared_modules": []}, "Each task has an expert in each block, with an attention of its own."),
+        ({"shared_modules": ["attention.self"], "layers": [1]}, "the experts of a block share `attention.self`."),
     ],
 )
 def test_which_blocks_have_experts_and_what_these_share(
@@ -122,7 +112,7 @@ def test_which_blocks_have_experts_and_what_these_share(
 ) -> None:
     folder = upcycle(str(dense), tmp_path / "out", **settings)
     card = (folder / "README.md").read_text()
-    assert f" {expected} whole sequence goes through the expert of its task. So a text" in " ".join(card.split())
+    assert f" {expected} " in " ".join(card.split())
     assert ("mote export" in card) == ("pooling" not in settings)
     assert write_card(folder) == card
 
@@ -151,14 +141,7 @@ def test_metadata_of_a_source(content: bytes, expected: tuple[Any, ...], tmp_pat
 
 @pytest.mark.parametrize(
     ("kind", "opening"),
-    [
-        ("trained", "4 task experts in one text-embedding model: a **MoTE** (Mixture of Task Experts) trained by"),
-        (
-            "token_routed",
-            "4 experts in one text-embedding model: a mixture of experts with a **token router** trained by",
-        ),
-        ("dense", "A dense text-embedding model: trained by"),
-    ],
+    [("trained", "4 task experts in"), ("token_routed", "4 experts in"), ("dense", "A dense text-embedding model:")],
 )
 def test_trained_models(kind: str, opening: str, dense: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     model = open_checkpoint(str(request.getfixturevalue(kind)))
@@ -167,7 +150,8 @@ def test_trained_models(kind: str, opening: str, dense: Path, tmp_path: Path, re
     text = " ".join(card.text.split())
     assert not re.search(r"[{}]{2}|[{]%", text)  # nothing of the template
     assert card.data.base_model is None
-    assert f"# run {opening} the recipe `smoke` from [tiny](#how-it-was-made)." in text
+    assert f"# run {opening} " in text
+    assert " trained by the recipe `smoke` from [tiny](#how-it-was-made)." in text
     assert "(2 processes), 1,234 s (resumed at step 3)." in text
     assert "| pairs | homogeneous | InfoNCE | 0.05 | nli (1,000) |" in text
     assert "| `a` | 2,000 | 30,000 |" in text
@@ -298,29 +282,26 @@ def test_a_token_routed_model(dense: Path, tmp_path: Path) -> None:
     assert "custom_code" in card
 
 
-def test_a_compressed_model(folder: Path, tmp_path: Path) -> None:
-    out = transform(folder, tmp_path / "small", experts.compress, bits=8)
-    before = (out / "README.md").read_text()
-    card = write_card(out)
-    assert "The experts are compressed" in card
-    assert "Not trained yet" not in card
-    assert without_record(before) == without_record(card)
-
-
-@pytest.mark.parametrize("average", [False, True])
-def test_a_dense_model(average: bool, folder: Path, tmp_path: Path) -> None:
-    function: Any = experts.average if average else experts.export
-    out = transform(folder, tmp_path / "dense", function, *([] if average else ["clustering"]))
+@pytest.mark.parametrize(
+    ("function", "arguments", "text"),
+    [
+        (experts.compress, {"bits": 8}, "The experts are compressed"),
+        (experts.export, {"name": "clustering"}, "send them `clustering: ` followed by the text."),
+        (experts.average, {}, "mote average"),
+    ],
+)
+def test_results_of_verbs(function: Any, arguments: dict[str, Any], text: str, folder: Path, tmp_path: Path) -> None:
+    out = transform(folder, tmp_path / "out", function, **arguments)
     before = (out / "README.md").read_text()
     card = write_card(out)
     assert without_record(before) == without_record(card)
     assert write_card(out) == card
-    assert "mote" not in metadata_load(out / "README.md")["tags"]
-    assert ("send them `clustering: ` followed by the text." in card) is not average
-    assert "trust_remote_code" not in card
+    assert text in card
     assert "mote upcycle" in card
-    assert ("mote average" if average else "mote export") in card
-    assert "`mote` is the command of the Python package `mote-embeddings`:" in " ".join(card.split())
+    assert "Not trained yet" not in card
+    is_mote = function is experts.compress
+    assert ("mote" in metadata_load(out / "README.md")["tags"]) is is_mote
+    assert ("trust_remote_code" in card) is is_mote
 
 
 def test_the_base_model_is_the_nearest_one_on_the_hub(folder: Path) -> None:

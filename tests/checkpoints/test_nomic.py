@@ -7,12 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import (
-    NOMIC_EMBEDDINGS,
-    NOMIC_WIDTH,
-    published_nomic,
-    tiny_tokenizer,
-)
+from helpers.checkpoints import NOMIC_EMBEDDINGS, NOMIC_WIDTH, published_nomic, tiny_tokenizer
 from helpers.families import batch, real_difference, trained_mote
 from helpers.inference_server import read_as_server
 from helpers.nomic_reference import published_tensors, reference_forward

@@ -80,9 +80,8 @@ def test_queries_and_passages(published: Path, converted: Path) -> None:
 def test_every_tensor_is_used(published: Path, converted: Path) -> None:
     before, after = tensors_of(published), load_file(converted / "model.safetensors")
     assert len(before) == len(after)
-    assert sum(one.double().sum() for one in before.values()) == pytest.approx(
-        sum(one.double().sum() for one in after.values())
-    )
+    first, second = (sum(one.double().sum() for one in tensors.values()) for tensors in (before, after))
+    assert first == pytest.approx(second)
     assert torch.equal(after["pooling.latents"], before[LATENTS])
 
 
@@ -220,9 +219,8 @@ def test_the_original(shared: Path, experts: list[str] | None, attention: str, t
     """In a process of its own, which has nothing but the folder; also after a text is longer than the window."""
     fixture = shared / "fixtures/nv-embed-original"
     narrow = shutil.copytree(fixture, tmp_path / "narrow")
-    edit_json(
-        narrow / "config.json", text_config={**read_json(narrow / "config.json")["text_config"], "sliding_window": 4}
-    )
+    decoder = read_json(narrow / "config.json")["text_config"]
+    edit_json(narrow / "config.json", text_config={**decoder, "sliding_window": 4})
     tokenizer = str(llama_tokenizer(tmp_path / "tokenizer"))
     for source in (fixture, narrow):
         out = upcycle(str(source), tmp_path / f"mote-{source.name}", tokenizer=tokenizer, experts=experts)
@@ -230,9 +228,8 @@ def test_the_original(shared: Path, experts: list[str] | None, attention: str, t
         SentenceTransformer(str(out), trust_remote_code=True).save(str(saved))
         for folder in (out, saved) if source == fixture else (out,):
             words = [str(folder), str(fixture / "expected.safetensors"), attention]
-            run = subprocess.run(
-                [sys.executable, "-P", "-c", COMPARE, *words], capture_output=True, text=True, check=True
-            )
+            command = [sys.executable, "-P", "-c", COMPARE, *words]
+            run = subprocess.run(command, capture_output=True, text=True, check=True)
             differences = [float(line) for line in run.stdout.splitlines()]
             assert len(differences) == 2 * (4 + 3 + 2) + 1
             assert max(differences) <= 1e-5

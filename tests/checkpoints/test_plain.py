@@ -66,34 +66,24 @@ def test_transformers_5_reads_the_same_config(name: str, tmp_path: Path) -> None
     assert differing <= {"_name_or_path", "use_cache"}  # a MoTE has no cache
 
 
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+FULL, SLIDING = ({"rope_type": "default", "rope_theta": theta} for theta in (5e5, 2e4))
+
+
 @pytest.mark.parametrize(
     ("name", "rope", "read_by_transformers_4"),
     [
-        ("llama", {"rope_type": "default", "rope_theta": 5e5}, {"rope_theta": 5e5}),
-        (
-            "llama",
-            {"rope_type": "linear", "rope_theta": 300.0, "factor": 2.0},
-            {"rope_theta": 300.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-        ),
+        ("llama", FULL, {"rope_theta": 5e5}),
+        ("llama", {**LINEAR, "rope_theta": 300.0}, {"rope_theta": 300.0, "rope_scaling": LINEAR}),
         (
             "gemma3_text",
-            {
-                "full_attention": {"rope_type": "linear", "rope_theta": 2e6, "factor": 8.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
-            },
-            {
-                "rope_theta": 2e6,
-                "rope_local_base_freq": 2e4,
-                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-            },
+            {"full_attention": {**LINEAR, "rope_theta": 2e6}, "sliding_attention": SLIDING},
+            {"rope_theta": 2e6, "rope_local_base_freq": 2e4, "rope_scaling": LINEAR},
         ),
         (
             "modernbert",
-            {
-                "full_attention": {"rope_type": "default", "rope_theta": 1e5},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
-            },
-            {"global_rope_theta": 1e5, "local_rope_theta": 2e4},
+            {"full_attention": FULL, "sliding_attention": SLIDING},
+            {"global_rope_theta": 5e5, "local_rope_theta": 2e4},
         ),
     ],
 )

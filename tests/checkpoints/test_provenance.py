@@ -11,21 +11,11 @@ import torch
 from helpers.paths import SMALL_ENCODER
 
 from mote.checkpoints.hashing import folder_hash
-from mote.checkpoints.provenance import (
-    command_line,
-    new_step,
-    plain,
-    read_steps,
-    recorded_files,
-    write_steps,
-)
+from mote.checkpoints.provenance import command_line, new_step, plain, read_steps, recorded_files, write_steps
 
 
 def test_steps_are_written_and_read(tmp_path: Path) -> None:
-    steps = [
-        new_step("upcycle", settings={"experts": ["a"]}),
-        new_step("rename", sources=[{"name": "m"}], parameters=7),
-    ]
+    steps = [new_step("upcycle", settings={"experts": ["a"]}), new_step("rename", sources=[{"name": "m"}])]
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling" / "config.json").write_text("{}")
     write_steps(steps, tmp_path)

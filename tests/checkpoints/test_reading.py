@@ -9,14 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import (
-    dense_checkpoint,
-    edit_json,
-    edit_weights,
-    published_nomic,
-    tiny_tokenizer,
-    to_bin,
-)
+from helpers.checkpoints import dense_checkpoint, edit_json, edit_weights, published_nomic, tiny_tokenizer, to_bin
 from helpers.families import EAGER_ONLY, batch, dense_model
 
 from mote import upcycle
@@ -153,48 +146,20 @@ SPOILED: dict[str, tuple[dict[str, Any], Callable[[Path], Any], str]] = {
     ),
     "cut safetensors": ({}, lambda folder: cut(folder / "model.safetensors"), r"model\.safetensors.* cannot be read"),
     "cut bin": (BIN, lambda folder: cut(folder / "pytorch_model.bin"), r"model\.bin.* cannot be read"),
-    "bin of a list": (
-        BIN,
-        lambda folder: torch.save([torch.ones(2)], folder / "pytorch_model.bin"),
-        r"model\.bin cannot be read, .*'list' object",
-    ),
-    "missing shard": (
-        SHARDS,
-        lambda folder: remove(second_shard(folder)),
-        r"model-00002-of-\d+.safetensors.* cannot be read.* No such file",
-    ),
-    "missing key": (
-        {},
-        weights(encoder__layer__1__output__dense__weight=None),
-        "source lack 1 keys of BertModel: encoder.layer.1.output.dense.weight",
-    ),
-    "unexpected key": (
-        {},
-        weights(encoder__layer__1__adapter__weight=torch.zeros(3)),
-        "source hold unknown 1 keys of BertModel: encoder.layer.1.adapter.weight",
-    ),
-    "wrong shape": (
-        {},
-        weights(embeddings__LayerNorm__weight=torch.zeros(17)),
-        r"source misshape 1 keys of BertModel: \('embeddings.LayerNorm.weight', torch.Size\(\[17\]\)",
-    ),
+    "bin of a list": (BIN, lambda folder: torch.save([1], folder / "pytorch_model.bin"), "cannot be read, .*'list'"),
+    "missing shard": (SHARDS, lambda folder: remove(second_shard(folder)), "model-00002-of-.* cannot be read"),
+    "missing key": ({}, weights(encoder__layer__1__output__dense__weight=None), "source lack 1 keys of BertModel: enc"),
+    "unexpected key": ({}, weights(encoder__layer__1__new=torch.zeros(3)), "source hold unknown 1 keys of BertModel"),
+    "wrong shape": ({}, weights(embeddings__LayerNorm__weight=torch.zeros(17)), "source misshape 1 keys of BertModel"),
     "no tokenizer": ({"tokenizer": False}, lambda folder: None, "source has no tokenizer: name one with `--tokenizer`"),
     "cut tokenizer": ({}, lambda folder: cut(folder / "tokenizer.json"), "The tokenizer .*source .*cannot be loaded"),
-    "large tokenizer": (
-        {"vocab_size": 59},
-        lambda folder: tiny_tokenizer(folder, 60),
-        "The tokenizer .*source has 60 tokens, but .*source has embeddings for 59 only",
-    ),
+    "large tokenizer": ({"vocab_size": 59}, lambda folder: tiny_tokenizer(folder, 60), "has embeddings for 59 only"),
     "a module of its own code": (
         {},
         write("modules.json", '[{"path": "", "type": "user/other--custom.Module"}]'),
         "source has a module with code of its own, user/other--custom.Module",
     ),
-    "unknown pooling": (
-        {"sentence_transformers": {"pooling": "max"}},
-        lambda folder: None,
-        "source pools by 'max'; MoTE knows mean, cls, lasttoken",
-    ),
+    "unknown pooling": ({"sentence_transformers": {"pooling": "max"}}, lambda folder: None, "source pools by 'max'"),
 }
 
 

@@ -1,19 +1,17 @@
 """Upcycling out of the source's files gives, byte for byte, what building the model in memory and saving it gives."""
 
-import importlib
 import json
 import logging
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.checkpoints import dense_checkpoint, files_in, published_nomic, read_json, tiny_tokenizer
 from helpers.families import all_families
-from helpers.paths import ROOT, SMALL_ENCODER
+from helpers.paths import SMALL_ENCODER
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
 
@@ -145,48 +143,3 @@ def test_upcycling_imports_no_more_than_it_needs(tmp_path: Path) -> None:
     command = ["upcycle", "--src", str(SMALL_ENCODER), "--out", str(tmp_path / "out")]
     done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-# Memory and disk -----------------------------------------------------------------------------------------------------
-
-# Prints the most memory that the process has taken after its imports, and at the end; of this process alone, which
-# `getrusage` does not tell: there a process begins with what its parent took.
-MEASURED = """
-import re, sys
-from pathlib import Path
-
-import mote.upcycling.upcycle
-from mote.cli import main
-
-
-def peak():
-    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
-
-
-imported = peak()
-assert main(["upcycle", *sys.argv[1:]]) == 0
-print(imported, peak())
-"""
-
-
-@pytest.fixture
-def write_large_model(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """The benchmark's model of random weights in files of a given size."""
-    monkeypatch.syspath_prepend(ROOT)
-    return importlib.import_module("benchmarks.performance.upcycling").write_large_model
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="peak memory is read where Linux tells it")
-@pytest.mark.parametrize(("dtype", "layers"), [("bfloat16", 14), ("float32", 7)])
-def test_memory_is_that_of_a_file_not_of_the_model(
-    dtype: str, layers: int, write_large_model: Callable[..., Path], tmp_path: Path
-) -> None:
-    source = write_large_model(tmp_path / "large", 512, layers, shard=20_000_000)
-    out = tmp_path / "out"
-    options = ["--src", str(source), "--out", str(out), "--dtype", dtype, "--max-shard-size", "20MB"]
-    done = subprocess.run([sys.executable, "-c", MEASURED, *options], capture_output=True, text=True, check=True)
-    imported, peak = map(int, done.stdout.splitlines()[-1].split())
-    files = [[path.stat().st_size for path in folder.glob("*.safetensors")] for folder in (source, out)]
-    allowed = sum(map(max, files)) + 80_000_000  # for what is imported later, the tokenizer, the card
-    assert peak - imported <= allowed
-    assert sum(files[1]) > 2 * allowed  # the model is much larger than that

@@ -83,7 +83,6 @@ def test_in_place(mote: Path, tmp_path: Path) -> None:
     assert steps[-1]["command"] == "mote scale mote --factor 2 --overwrite"
     before, after = MoTEModel.from_pretrained(mote).state_dict(), MoTEModel.from_pretrained(place).state_dict()
     assert all(after[name].equal(weight * 4 if ".experts." in name else weight) for name, weight in before.items())
-    assert [path.name for path in tmp_path.iterdir()] == ["mote"]
 
 
 def test_a_hook_adds_to_the_folder_and_the_record(mote: Path, tmp_path: Path) -> None:

@@ -11,14 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import (
-    dense_checkpoint,
-    edit_weights,
-    files_in,
-    read_json,
-    to_bin,
-    trusted,
-)
+from helpers.checkpoints import dense_checkpoint, edit_weights, files_in, read_json, to_bin, trusted
 from sentence_transformers import SentenceTransformer
 
 from mote import WriteOptions, upcycle

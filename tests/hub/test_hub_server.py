@@ -96,28 +96,3 @@ def test_push_and_download_in_another_process(server: HubServer, client: Callabl
     assert server.files("user/name", first) == old
     assert endpoints(server).count("upload") == 1  # only what has changed is sent
     assert client(PUSH, token="hf_write") == second  # nothing has changed: no commit
-
-
-def test_errors_of_downloads_and_listings(server: HubServer, client: Callable[..., Any], folder: Path) -> None:
-    server.add_repo("user/name", folder)
-    code = """
-result = {
-    "entry": call(hf_hub_download, "user/name", "none.json")["error"],
-    "revision": call(hf_hub_download, "user/name", "config.json", revision="none")["error"],
-    "repository": call(hf_hub_download, "user/none", "config.json")["error"],
-    "by hash": Path(hf_hub_download("user/name", "config.json", revision=api.model_info("user/name").sha)).read_text(),
-    "subfolder": Path(hf_hub_download("user/name", "config.json", subfolder="1_Pooling")).read_text(),
-    "top": [entry.path for entry in api.list_repo_tree("user/name")],
-    "inside": [entry.path for entry in api.list_repo_tree("user/name", "1_Pooling")],
-    "none": call(lambda: list(api.list_repo_tree("user/name", "additional_chat_templates")))["error"],
-    "all": api.list_repo_files("user/name"),
-}
-"""
-    result = client(code)
-    assert result["entry"] == result["none"] == "RemoteEntryNotFoundError"
-    assert result["revision"] == "RevisionNotFoundError"
-    assert result["repository"] == "RepositoryNotFoundError"
-    assert (result["by hash"], result["subfolder"]) == ('{"hidden_size": 8}', "{}")
-    assert sorted(result["top"]) == sorted([".gitattributes", *(path.name for path in folder.iterdir())])
-    assert result["inside"] == ["1_Pooling/config.json"]
-    assert sorted(result["all"]) == sorted(server.files("user/name"))

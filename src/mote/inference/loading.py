@@ -90,12 +90,15 @@ def load_any_encoder(
 
     `retrieval` asks for a kind of vectors; a hybrid model gives all three.
     """
+    from mote.remote.configuration_mote import require_known
+
     sparse = is_sparse_encoder(path, revision)
     encoder = _load(path, sparse=sparse, revision=revision, **settings)
     if retrieval is not None and type(encoder[-1]).__name__ == "HybridPooling":
         encoder[-1].retrieval = retrieval
-    elif retrieval not in (None, own := "sparse" if sparse else "dense"):
-        raise ValueError(f"{path} only gives {own} vectors: it has no {retrieval} ones")
+    else:
+        own = "sparse" if sparse else "dense"
+        require_known(retrieval or own, [own], f"vectors of {path}:")
     return encoder
 
 
@@ -182,16 +185,16 @@ def _mote_config(path: str | os.PathLike, experts: Any = None, **kwargs: Any) ->
 
 def task_arguments(encoder: "SentenceTransformer | SparseEncoder", task: str) -> dict[str, Any]:
     """Return the arguments of `encode` for a task of a MoTE, or the prompt of that name of another model."""
-    from mote.remote.configuration_mote import alternatives
+    from mote.remote.configuration_mote import require_known
 
     config: Any = getattr(encoder[0], "config", None)
     prompts, tasks = encoder.prompts, getattr(config, "tasks", {})
     if task in tasks and getattr(config, "routes_by_task", False):
         return {"task": task, "prompt": prompts.get(task, config.instruction_of(task))}
     others = [name for name in SYNONYMS.get(task, ()) if name in tasks or prompts.get(name)]
-    if task in prompts and (prompts[task] or not others):
-        return {"prompt_name": task}
-    raise ValueError(f"Unknown task {task!r}." + alternatives(task, others or [*prompts, *tasks]))
+    if not prompts.get(task):
+        require_known(task, others or prompts, "task")
+    return {"prompt_name": task}
 
 
 def first_line(error: BaseException) -> str:
