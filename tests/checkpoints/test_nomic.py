@@ -129,23 +129,6 @@ def test_what_the_published_format_cannot_express_is_native_only(setting: str, v
     assert nomic.published_settings(config) == {}
 
 
-@pytest.mark.slow
-def test_the_fixture_comes_back(shared: Path, tmp_path: Path) -> None:
-    source = shared / "fixtures" / "nomic-embed-original"
-    out = exported_expert(source, tmp_path, tokenizer=str(tiny_tokenizer(tmp_path / "tokenizer")))
-    tensors, original = load_file(out / "model.safetensors"), load_file(source / "model.safetensors")
-    assert tensors.keys() == original.keys()
-    assert all(tensors[key].equal(original[key]) for key in tensors)
-    fixture = load_file(source / "expected.safetensors")
-    expected = fixture.pop("last_hidden_state")
-    settings = json.loads((out / "config.json").read_text())
-    with torch.no_grad():
-        native = AutoModel.from_pretrained(out)(**fixture).last_hidden_state
-    for found in (native, reference_forward(tensors, settings, **fixture)):
-        assert real_difference(found, expected, fixture["attention_mask"]) <= 1e-5
-    read_as_server(out)
-
-
 # The originals --------------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.attention_pooling import states_by_hand
 from helpers.checkpoints import edit_json, llama_tokenizer, published_nv_embed, read_json
-from helpers.families import batch, dense_model, difference
+from helpers.families import dense_model, difference
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
@@ -118,16 +118,6 @@ def test_task_experts_begin_as_the_model_as_published(published: Path, converted
     assert model[0].config.experts == experts
     assert "FEVER" not in model.prompts  # it would be no expert's
     assert "Not trained yet" in (folder / "README.md").read_text()
-
-
-@pytest.mark.long
-def test_the_window_is_ignored_as_in_the_original(published: Path, converted: Path, tmp_path: Path) -> None:
-    narrow = upcycle(str(published_nv_embed(tmp_path / "narrow", sliding_window=2)), tmp_path / "out")
-    inputs = batch(rows=3, length=12)
-    with torch.no_grad():
-        one, other = (AutoModel.from_pretrained(f, trust_remote_code=True)(**inputs) for f in (converted, narrow))
-    assert torch.equal(one.last_hidden_state, other.last_hidden_state)
-    assert torch.equal(one.pooler_output, other.pooler_output)
 
 
 def test_sizes_that_the_config_leaves_out() -> None:

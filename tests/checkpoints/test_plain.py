@@ -50,14 +50,6 @@ def test_all_families_are_accounted_for() -> None:
     assert set(FAMILIES) == set(ARCHITECTURES) | NOT_IN_THE_SERVER
 
 
-def test_what_the_libraries_write_is_refused_by_text_embeddings_inference(tmp_path: Path) -> None:
-    source = dense_checkpoint(tmp_path / "dense", sentence_transformers={})  # as Sentence-Transformers 6 saves
-    with pytest.raises(KeyError, match="pooling_mode_cls_token"):
-        read_as_server(source)
-    write_plainly(source, dense_model("bert"))
-    assert read_as_server(source)["pooling"] == "mean"
-
-
 @all_families
 def test_transformers_5_reads_the_same_config(name: str, tmp_path: Path) -> None:
     exported(name, tmp_path)

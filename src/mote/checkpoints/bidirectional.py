@@ -10,10 +10,7 @@ _NATIVE = ("gemma2", "gemma3_text")  # know `use_bidirectional_attention` themse
 
 
 def is_bidirectional(config: PreTrainedConfig) -> bool:
-    """Whether a decoder's config asks for both directions with a setting that its native class does not read.
-
-    That is `use_bidirectional_attention`, servers' name for it. The native class reads `is_causal: false` by itself.
-    """
+    """Whether a decoder's config asks for both directions by servers' name for it, which its native class ignores."""
     asked: Any = getattr(config, "use_bidirectional_attention", None)
     return asked is True and config.model_type in DECODERS and config.model_type not in _NATIVE
 
