@@ -37,23 +37,16 @@ def set_of(row: int, sizes: list[int] = SIZES) -> int:
     raise IndexError(row)
 
 
-def test_every_row_once_and_every_batch_of_one_set() -> None:
+def test_every_row_once_in_even_batches_of_one_set_in_random_order() -> None:
     batches = list(sampler_of())
     assert Counter(row for batch in batches for row in batch) == Counter(range(sum(SIZES)))
     assert all(len({set_of(row) for row in batch}) == 1 for batch in batches)
-    assert len(batches) == len(sampler_of()) == 8 + 3 + 1 + 1
-
-
-def test_sets_are_drawn_in_random_order_in_proportion_to_their_batches() -> None:
-    order = [set_of(batch[0]) for batch in sampler_of()]
+    order = [set_of(batch[0]) for batch in batches]
     assert Counter(order) == {0: 8, 1: 3, 2: 1, 3: 1}
     assert order != sorted(order)
-
-
-def test_batches_of_a_set_are_nearly_equal() -> None:
-    sizes = [len(batch) for batch in sampler_of([1377], 1000)]
-    assert sizes == [689, 688]
-    assert max(len(batch) for batch in sampler_of()) <= 128
+    assert max(map(len, batches)) <= 128
+    assert len(batches) == len(sampler_of())
+    assert [len(batch) for batch in sampler_of([1377], 1000)] == [689, 688]
 
 
 def test_the_order_depends_on_seed_and_epoch_alone() -> None:
@@ -84,14 +77,12 @@ def test_processes_get_parts_of_the_same_batches_as_one_process() -> None:
     )
 
 
-def test_what_the_processes_cannot_share_is_dropped_and_counted() -> None:
-    sampler = EvenBatchSampler(Rows(1003), 500, 4)
-    assert sampler.sizes == [500, 500]
-    assert sampler.dropped == 3
-    assert EvenBatchSampler(Rows(1023), 500, 4).sizes == [340, 340, 340]
-    assert EvenBatchSampler(Rows(3), 500, 4).sizes == []
-    assert EvenBatchSampler(Rows(3), 500, 4).dropped == 3
-    assert EvenBatchSampler(Rows(1003), 500, 1).dropped == 0
+@pytest.mark.parametrize(
+    ("rows", "processes", "sizes"),
+    [(1003, 4, [500, 500]), (1023, 4, [340] * 3), (3, 4, []), (1003, 1, [335, 334, 334])],
+)
+def test_what_the_processes_cannot_share_is_dropped(rows: int, processes: int, sizes: list[int]) -> None:
+    assert EvenBatchSampler(Rows(rows), 500, processes).sizes == sizes
 
 
 @pytest.mark.parametrize("processes", [2, 4])

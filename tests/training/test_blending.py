@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.datasets import CLASSIFICATION, RETRIEVAL, labelled, only, pairs, recipe_of, write
+from helpers.datasets import CLASSIFICATION, RETRIEVAL, labelled, only, recipe_of, write
 from helpers.runs import overrides, train_step
 from sentence_transformers import SentenceTransformer
 
 from mote.training.cleaning import text_id
 from mote.training.data import load_data
-from mote.training.losses import BlendedLoss, InfoNCELoss
-from mote.training.recipe import TaskSettings
+from mote.training.losses import InfoNCELoss
 from mote.training.train import TrainingRun, plan, train
 
 BLENDED = (
@@ -27,37 +26,6 @@ def blended(tiny: Path, data: Path, out: Path, *more: str) -> list[str]:
     out.parent.mkdir(parents=True, exist_ok=True)
     recipe.write_text(f"extends: mote\nname: blended\ntasks: {BLENDED}\n")
     return overrides(tiny, data, out, "tasks.classification.datasets=[classification/banking77]", *more)
-
-
-def test_the_loss_is_that_of_each_dataset_times_its_share() -> None:
-    torch.manual_seed(0)
-    columns = [torch.randn(9, 8, requires_grad=True) for _ in range(4)]
-    numbers = torch.tensor([0, 1, 2, 0, 1, 2, 2, 0, 2])
-    ids = torch.arange(36).reshape(9, 4)
-    groups = torch.arange(100, 109)
-    groups[6] = groups[5]  # a known false negative
-    labels = torch.cat([ids, groups[:, None], numbers[:, None]], dim=1)
-    settings: list[tuple[dict[str, Any], int]] = [
-        ({"temperature": 0.1}, 2),
-        ({"temperature": 0.05, "in_batch_negatives": False}, 4),
-        ({"temperature": 0.2, "symmetric": True}, 3),
-    ]
-    identity: Any = torch.nn.Identity()
-    parts = [
-        (TaskSettings(anchor="a", batches="blended", datasets=[{"path": "x"}], **own), count) for own, count in settings
-    ]
-    expected = torch.zeros(())
-    for number, (own, count) in enumerate(settings):
-        rows = (numbers == number).nonzero().flatten()
-        of_part = torch.cat([ids[rows, :count], groups[rows, None]], dim=1)
-        loss = InfoNCELoss(identity, **own).calculate_loss([[column[rows]] for column in columns[:count]], of_part)
-        expected = expected + loss * len(rows) / 9
-    wanted = torch.autograd.grad(expected, columns)
-    for chunk in (None, 4):
-        loss = BlendedLoss(identity, parts, mini_batch_size=chunk).calculate_loss([[one] for one in columns], labels)
-        assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
-        found = torch.autograd.grad(loss, columns)
-        assert max((one - two).abs().max().item() for one, two in zip(found, wanted, strict=True)) <= 1e-6
 
 
 @pytest.mark.parametrize("kind", ["mote", pytest.param("dense", marks=pytest.mark.long)])
@@ -99,10 +67,7 @@ def test_a_batch_is_its_tasks_computed_separately(kind: str, more: str, tiny: Pa
         ]
         count, task = len(part.column_tasks), part.settings
         labels = torch.tensor([[*row["label"][:count], row["label"][-2]] for row in own])
-        alone = InfoNCELoss(
-            model, task.temperature, symmetric=task.symmetric, in_batch_negatives=task.in_batch_negatives
-        )
-        share = alone(features, labels) * len(own) / len(rows)
+        share = InfoNCELoss(model, task)(features, labels) * len(own) / len(rows)
         share.backward()
         total += share.item()
     assert loss.item() == pytest.approx(total, abs=1e-5)
@@ -128,18 +93,6 @@ def test_a_run_of_blended_batches(tiny: Path, data: Path, tmp_path: Path) -> Non
     assert encoder.encode(["a text"], task="classification").shape == (1, 16)
 
 
-def test_rows_that_are_mostly_alone_in_a_batch_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write(tmp_path, "retrieval/many", pairs(90))
-    write(tmp_path, "retrieval/few", pairs(10, "rare"))
-    write(tmp_path, "retrieval/mined", [{**row, "negative": "none"} for row in pairs(10, "hard")])
-    tasks = {"retrieval": {**RETRIEVAL, "batches": "blended", "datasets": ["retrieval/*"]}}
-    load_data(recipe_of(tmp_path, tasks=tasks, training={"batch_size": 32}))
-    assert not caplog.messages
-    load_data(recipe_of(tmp_path, tasks=tasks, training={"batch_size": 16}))
-    (message,) = caplog.messages
-    assert message.startswith("retrieval/few has 1.5 rows per blended batch, and no hard negatives")
-
-
 def test_labels_as_positives(tmp_path: Path) -> None:
     task = {**CLASSIFICATION, "pairs": "label_text", "batches": "homogeneous"}
     write(tmp_path, "classification/tiny", labelled(red=3, green=2, blue=1))
@@ -151,18 +104,7 @@ def test_labels_as_positives(tmp_path: Path) -> None:
         assert row["label"][1] == text_id(row["positive"])
 
 
-@pytest.mark.parametrize(
-    ("dataset", "changes", "message"),
-    [
-        ({"min_score": 4}, {"loss": "CoSENTLoss"}, "for min_score the loss must be InfoNCE, got CoSENTLoss"),
-    ],
-)
-def test_settings_without_effect(dataset: dict[str, Any], changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TaskSettings.model_validate({**RETRIEVAL, **changes, "datasets": [{"path": "some", **dataset}]})
-
-
-@pytest.mark.parametrize("labels", [("0", "1", "2"), ("0.0", "1.0", "2.0"), ("-1", "0", "1")])
+@pytest.mark.parametrize("labels", [("0", "1", "2"), ("-1.0", "0.0", "1.0")])
 def test_labels_that_are_numbers_need_texts(labels: tuple[str, ...], tmp_path: Path) -> None:
     content = [{"text": f"text {index}", "label": labels[index % 3]} for index in range(9)]
     write(tmp_path, "classification/tiny", content)
@@ -184,14 +126,7 @@ def test_scored_pairs_in_both_directions(tmp_path: Path) -> None:
         assert len({row["anchor"], row["positive"], row["negative_1"], row["negative_2"]}) == 4
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("tasks.retrieval.loss=CoSENTLoss", "for blended batches the loss must be InfoNCE, got CoSENTLoss"),
-        ("tasks.retrieval.in_batch_negatives=false", "have no negatives: in_batch_negatives is false"),
-        ("retrieval.kind=sparse", "blended batches: for dense vectors, got retrieval.kind=sparse"),
-    ],
-)
-def test_settings_that_do_not_hold(override: str, message: str, tiny: Path, data: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_a_task_without_negatives_is_refused(tiny: Path, data: Path, tmp_path: Path) -> None:
+    override = "tasks.retrieval.in_batch_negatives=false"
+    with pytest.raises(ValueError, match="have no negatives: in_batch_negatives is false"):
         plan(tmp_path / "recipe.yaml", blended(tiny, data, tmp_path / "run", override))

@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 from helpers.families import make_different
-from helpers.paths import SMALL_ENCODER, SMALL_MOTE
 from helpers.runs import built_loss
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from torch.nn.functional import cosine_similarity
 
 from mote.training import losses
-from mote.training.cleaning import INFO_NCE, LABEL_TYPES, LOSSES
+from mote.training.cleaning import INFO_NCE, LABEL_TYPES
 from mote.training.losses import InfoNCELoss, check_loss
 from mote.training.recipe import TaskSettings
 
@@ -23,12 +22,13 @@ POSITIVES = ["Whales come up for air.", "Gold rose to a new high.", "Seven minut
 NEGATIVES = ["Fish have gills.", "Silver fell.", "Fry the bacon.", "Goethe wrote Faust.", "Paris is sunny."]
 
 
-def columns_of(*columns: torch.Tensor) -> list[list[torch.Tensor]]:
-    return [[column] for column in columns]
+def task_of(**settings: Any) -> TaskSettings:
+    return TaskSettings(datasets=["x"], anchor="sts", batches="homogeneous", **{"temperature": 0.1, **settings})
 
 
-def info_nce(**settings: Any) -> InfoNCELoss:
-    return InfoNCELoss(torch.nn.Identity(), 0.1, **settings)  # type: ignore[arg-type]
+def info_nce(columns: list[torch.Tensor], labels: torch.Tensor | None = None, **task: Any) -> float:
+    loss = InfoNCELoss(torch.nn.Identity(), task_of(**task))  # type: ignore[arg-type]
+    return loss.calculate_loss([[column] for column in columns], labels).item()
 
 
 def labels_of(texts: list[list[int]], groups: list[int]) -> torch.Tensor:
@@ -90,43 +90,28 @@ OTHERS = {i: [(column, row) for column in range(2) for row in range(5) if row !=
 def test_closed_form(
     in_batch: bool, texts: Any, groups: Any, left_out: Any, left_out_backwards: Any, embeddings: list[torch.Tensor]
 ) -> None:
-    anchors, *documents = embeddings[: 3 if texts is None else len(texts[0])]
+    columns = embeddings[: 3 if texts is None else len(texts[0])]
+    anchors, *documents = columns
 
     def candidates(columns: int, excluded: dict[int, list[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
         everything = [(column, row) for column in range(columns) for row in range(5)]
         return [[one for one in everything if one not in excluded.get(i, [])] for i in range(5)]
 
     labels = None if texts is None else labels_of(texts, groups)
-    columns = columns_of(anchors, *documents)
     forwards = by_hand(anchors, documents, candidates(len(documents), left_out))
-    loss = info_nce(in_batch_negatives=in_batch).calculate_loss(columns, labels).item()
+    loss = info_nce(columns, labels, in_batch_negatives=in_batch)
     assert loss == pytest.approx(forwards, abs=1e-5)
     if left_out:
-        assert loss != pytest.approx(info_nce().calculate_loss(columns).item(), abs=1e-3)
+        assert loss != pytest.approx(info_nce(columns), abs=1e-3)
     if left_out_backwards is not None:
         backwards = by_hand(documents[0], [anchors], candidates(1, left_out_backwards))
-        both = info_nce(symmetric=True).calculate_loss(columns, labels).item()
-        assert both == pytest.approx((forwards + backwards) / 2, abs=1e-5)
+        assert info_nce(columns, labels, symmetric=True) == pytest.approx((forwards + backwards) / 2, abs=1e-5)
 
 
 def test_scores_are_not_rounded_under_autocast(embeddings: list[torch.Tensor]) -> None:
-    exact = info_nce().calculate_loss(columns_of(*embeddings))
+    exact = info_nce(embeddings)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert info_nce().calculate_loss(columns_of(*embeddings)).item() == exact.item()
-
-
-def test_chunks_with_backward_give_the_loss_and_the_gradients_of_the_whole(embeddings: list[torch.Tensor]) -> None:
-    labels = labels_of([[i, 10 + i % 3, 20 + i] for i in range(5)], list(range(5)))
-    whole = [column.clone().requires_grad_() for column in embeddings]
-    loss = info_nce(symmetric=True).calculate_loss(columns_of(*whole), labels)
-    loss.backward()
-    parts = [column.clone().requires_grad_() for column in embeddings]
-    chunked = info_nce(symmetric=True, mini_batch_size=2).calculate_loss(
-        [list(column.split(2)) for column in parts], labels, with_backward=True
-    )
-    assert chunked.item() == pytest.approx(loss.item(), abs=1e-6)
-    for one, other in zip(whole, parts, strict=True):
-        torch.testing.assert_close(one.grad, other.grad, atol=1e-6, rtol=1e-5)
+        assert info_nce(embeddings) == exact
 
 
 # On a real model ---------------------------------------------------------------------------------------------------
@@ -153,21 +138,20 @@ def gradients(model: SentenceTransformer, loss: torch.nn.Module, labels: torch.T
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None} | {"loss": value.detach()}
 
 
-def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], within: float = 1e-5) -> None:
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     assert one.keys() == other.keys()
     assert len(one) > 10
     for name in one:
-        difference = (one[name] - other[name]).abs().max().item()
-        assert difference <= within, f"{name}: {difference}"
+        assert (one[name] - other[name]).abs().max().item() <= 1e-5, name
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 64])
 def test_gradient_caching_equals_the_whole_batch(model: SentenceTransformer, size: int) -> None:
     labels = labels_of([[i, 10 + i % 3, 20 + i] for i in range(5)], list(range(5)))
-    plain = gradients(model, InfoNCELoss(model, 0.05, symmetric=True), labels)
-    cached = gradients(model, InfoNCELoss(model, 0.05, symmetric=True, mini_batch_size=size), labels)
-    assert_same(plain, cached)
-    kept = InfoNCELoss(model, 0.05, symmetric=True, mini_batch_size=size, gradient_caching=False)
+    task = task_of(symmetric=True)
+    plain = gradients(model, InfoNCELoss(model, task), labels)
+    assert_same(plain, gradients(model, InfoNCELoss(model, task, mini_batch_size=size), labels))
+    kept = InfoNCELoss(model, task, mini_batch_size=size, gradient_caching=False)
     assert not kept.uses_gradient_cache
     assert_same(plain, gradients(model, kept, labels))
 
@@ -175,32 +159,27 @@ def test_gradient_caching_equals_the_whole_batch(model: SentenceTransformer, siz
 def test_without_gradient_caching_a_text_is_embedded_once(model: SentenceTransformer) -> None:
     rows: list[int] = []
     handle = model.register_forward_pre_hook(lambda module, inputs: rows.append(len(inputs[0]["input_ids"])))
-    gradients(model, InfoNCELoss(model, 0.05, mini_batch_size=2), None)
+    gradients(model, InfoNCELoss(model, task_of(), mini_batch_size=2), None)
     cached = list(rows)
     rows.clear()
-    gradients(model, InfoNCELoss(model, 0.05, mini_batch_size=2, gradient_caching=False), None)
+    gradients(model, InfoNCELoss(model, task_of(), mini_batch_size=2, gradient_caching=False), None)
     handle.remove()
     assert rows == [2, 2, 1] * 3
     assert cached == rows * 2
 
 
-@pytest.mark.parametrize("temperature", [0.05, 0.1])
-def test_it_equals_the_librarys_loss_without_false_negatives(model: SentenceTransformer, temperature: float) -> None:
-    """With the temperature of the task."""
-    theirs = gradients(model, MultipleNegativesRankingLoss(model, scale=1 / temperature), None)
-    assert_same(theirs, gradients(model, built_loss(model, temperature=temperature), None))
+def test_it_equals_the_librarys_loss_without_false_negatives(model: SentenceTransformer) -> None:
+    theirs = gradients(model, MultipleNegativesRankingLoss(model, scale=20), None)
+    assert_same(theirs, gradients(model, built_loss(model, temperature=0.05), None))
 
 
 @pytest.mark.parametrize(("size", "caching"), [(None, True), (2, True), (2, False)])
 def test_matryoshka_is_the_sum_over_dimensions(model: SentenceTransformer, size: int | None, caching: bool) -> None:
     training = {"mini_batch_size": size, "gradient_caching": caching, "matryoshka": [256, 64]}
-    value = gradients(model, built_loss(model, training, temperature=0.05), None)["loss"].item()
+    value = gradients(model, built_loss(model, training, temperature=0.1), None)["loss"].item()
     with torch.no_grad():
         columns = [model(column)["sentence_embedding"] for column in features_of(model)]
-    expected = sum(
-        InfoNCELoss(model, 0.05).calculate_loss(columns_of(*(column[:, :dim] for column in columns))).item()
-        for dim in (256, 64)
-    )
+    expected = sum(info_nce([column[:, :dim] for column in columns]) for dim in (256, 64))
     assert value == pytest.approx(expected, abs=1e-4)
 
 
@@ -223,69 +202,43 @@ def replicas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("training", "size"), [({}, 32), ({"mini_batch_size": 8, "gradient_caching": False}, 8)])
-def test_replicas_always_cache(
-    training: dict[str, Any], size: int, model: SentenceTransformer, request: pytest.FixtureRequest
-) -> None:
-    assert not built_loss(model, {"batch_size": 64, **training}).uses_gradient_cache
-    request.getfixturevalue("replicas")
+def test_replicas_always_cache(training: dict[str, Any], size: int, model: SentenceTransformer, replicas: None) -> None:
     loss = built_loss(model, {"batch_size": 64, **training})
     assert (loss.uses_gradient_cache, loss.mini_batch_size, loss.gather_across_devices) == (True, size, True)
 
 
-@pytest.mark.parametrize("name", [name for name in LABEL_TYPES if name != INFO_NCE and not name.startswith("Sparse")])
+@pytest.mark.parametrize("name", [name for name in LABEL_TYPES if name != INFO_NCE])
 def test_every_other_loss_of_the_library_can_be_made(model: SentenceTransformer, name: str, replicas: None) -> None:
-    """With the settings of the recipe that it takes, even if it is deprecated."""
-    task: dict[str, Any] = {"loss": name, "loss_arguments": {"guide": str(SMALL_ENCODER)} if "GIST" in name else {}}
-    if name in LOSSES["embeddings"]:
+    """With the settings of the recipe that it takes."""
+    task: dict[str, Any] = {"loss": name}
+    if LABEL_TYPES[name] == "embeddings":
         task["teacher"] = {"source": "user/teacher"}
-    check_loss("a", TaskSettings(datasets=["x"], anchor="sts", batches="homogeneous", **task))
+        assert built_loss(model, teacher_dimension=384, **task).projection_dim == 384
+        assert built_loss(model, teacher_dimension=256, **task).projection is None
+    check_loss("a", task_of(**task))
     loss = built_loss(model, {"mini_batch_size": 3}, **task)
     assert type(loss).__name__ == name
     if name.startswith("Cached"):
         assert (loss.mini_batch_size, loss.gather_across_devices) == (3, True)
-
-
-def test_a_projection_to_the_teachers_width(model: SentenceTransformer) -> None:
-    """None to its own; `loss_arguments` override what the recipe gives."""
-    for loss in LOSSES["embeddings"]:
-        task = {"loss": loss, "teacher": {"source": "user/teacher"}}
-        assert built_loss(model, teacher_dimension=384, **task).projection_dim == 384
-        truncated = built_loss(model, {"matryoshka": "halves"}, teacher_dimension=256, **task)
-        assert truncated.loss.projection is None
-        assert gradients(model, truncated, torch.randn(5, 256))["loss"] > 0
-        for width, arguments in ((512, {}), (256, {"projection_dim": 128})):
-            with pytest.raises(ValueError, match=rf"{loss} projects .* (512|128) dimensions, but .*matryoshka trunc"):
-                built_loss(model, {"matryoshka": "halves"}, teacher_dimension=width, **task, loss_arguments=arguments)
-    assert built_loss(model, loss="CoSENTLoss", loss_arguments={"scale": 7.0}).scale == 7.0
-
-
-@pytest.mark.parametrize(
-    ("loss", "arguments", "message"),
-    [
-        ("MultipleNegativesRankingLoss", {"hardness_strength": "high"}, "'hardness_strength': 'high'"),
-        ("CoSENTLoss", {"scal": 1}, "unexpected keyword argument 'scal'"),
-        ("GISTEmbedLoss", {}, "missing 1 required positional argument: 'guide'"),
-        ("GISTEmbedLoss", {"guide": str(SMALL_MOTE)}, "has code of its own"),
-    ],
-)
-def test_invalid_arguments_are_named(
-    model: SentenceTransformer, loss: str, arguments: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        built_loss(model, loss=loss, loss_arguments=arguments)
+    if name == "CoSENTLoss":
+        assert built_loss(model, **task, loss_arguments={"scale": 7.0}).scale == 7.0
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"loss": "CoSENTLos"}, "unknown loss 'CoSENTLos'. Did you mean 'CoSENTLoss'"),
-        ({"loss": "MarginMSELoss"}, "unknown loss 'MarginMSELoss'"),
         ({"loss_arguments": {"scale": 1}}, "InfoNCE takes no loss_arguments"),
         ({"symmetric": True, "in_batch_negatives": False}, "a symmetric loss needs in-batch negatives"),
-        ({"loss": "MSELoss"}, "EmbedDistillLoss and MSELoss need a teacher"),
-        ({"teacher": {"source": "none"}}, "has the loss InfoNCE: .* others take none"),
+        ({"loss": "MSELoss"}, "MSELoss needs a teacher"),
+        ({"teacher": {"source": "none"}}, "InfoNCE takes no teacher"),
     ],
 )
 def test_invalid_losses_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_loss("sts", TaskSettings(datasets=["x"], anchor="sts", batches="homogeneous", **changes))
+        check_loss("sts", task_of(**changes))
+
+
+def test_sparse_vectors_need_info_nce() -> None:
+    with pytest.raises(ValueError, match="unknown loss of sparse vectors 'CoSENTLoss'"):
+        check_loss("sts", task_of(loss="CoSENTLoss"), sparse=True)

@@ -237,7 +237,7 @@ def test_without_dropout_the_decoder_has_none_either(source: Path, tmp_path: Pat
     ("name", "more", "tasks"),
     [
         ("cot-mae", ["model.shared_modules=[]"], ["search_document", "search_query"]),
-        ("cot-mae", ["decoder.vector=sparse", "decoder.both_sides=false"], ["search_document"]),
+        ("cot-mae", ["decoder.both_sides=false"], ["search_document"]),
         ("cot-mae", ["model.kind=token_routed"], None),
         ("cot-mae-switched", ["model.max_length=64"], ["search_document", "search_query"]),
         ("cot-mae-spans", ["spans.length=12", "model.instructions=true"], ["search_document"]),
@@ -254,12 +254,6 @@ def test_variants(name: str, more: list[str], tasks: list[str] | None, source: P
         assert seen["search_query"]["tokens"] > seen["search_document"]["tokens"]
     if name == "cot-mae-spans":
         assert type(loaded).__name__ == "BertForMaskedLM"
-
-
-@pytest.mark.long
-def test_a_sparse_context_of_distilbert(tmp_path: Path) -> None:
-    source = dense_checkpoint(tmp_path / "tiny", "distilbert", head="mlm")
-    pretrain("cot-mae", settings(source, tmp_path / "run", "training.max_steps=1", "decoder.vector=sparse"))
 
 
 def test_a_dry_run(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -279,7 +273,7 @@ def test_a_dry_run(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("mlm", ["training.gradient_accumulation_steps=2"], "set training.batch_size"),
         ("mlm", ["training.dataloader_persistent_workers=true"], "cannot be set here: workers draw new masks"),
         ("mlm", ["tasks.search={datasets: [retrieval/arxiv]}"], "Unknown task 'search'"),
-        ("mlm", ["tasks.clustering.texts=anchors"], "has single texts, not pairs: leave out `texts: anchors`"),
+        ("mlm", ["tasks.clustering.texts=positives"], "dropped 800: is no pair"),
         ("mlm", ["model.kind=token_routed", "training.fp16=true"], "training.bf16=true instead"),
         (
             "mlm",

@@ -12,9 +12,6 @@ from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder import losses
 
 from mote import upcycle
-from mote.training.cleaning import LABEL_TYPES
-from mote.training.losses import check_loss
-from mote.training.recipe import TaskSettings
 from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import START_FOLDER
 from mote.training.train import plan, train
@@ -67,19 +64,6 @@ def test_the_loss_is_the_librarys(source: Path, tmp_path: Path) -> None:
         assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(found, expected, strict=True))
 
 
-def test_sparse_losses_of_the_library() -> None:
-    model: Any = torch.nn.Linear(1, 1)
-    model.get_embedding_dimension = lambda: 1
-    own: Any = {"datasets": ["x"], "anchor": "search_query", "batches": "homogeneous"}
-    for name in filter(lambda name: name.startswith("Sparse"), LABEL_TYPES):
-        check_loss("retrieval", TaskSettings(loss=name, **own), sparse=True)
-        built = built_loss(model, retrieval={"kind": "sparse"}, loss=name)
-        assert type(built.loss) is getattr(losses, name)
-    for wrong in ("CoSENTLoss", "SpladeLoss"):
-        with pytest.raises(ValueError, match=f"unknown loss of sparse vectors '{wrong}'"):
-            check_loss("retrieval", TaskSettings(loss=wrong, **own), sparse=True)
-
-
 @pytest.mark.long
 def test_a_run_with_negatives_is_resumed(
     source: Path, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -123,17 +107,6 @@ def test_from_a_mote(source: Path, pairs: Path, tmp_path: Path) -> None:
     headless = upcycle(source, tmp_path / "headless", experts=["search_query", "search_document"])
     with pytest.raises(ValueError, match=r"headless has no head .* set retrieval.sparse_from=embeddings"):
         plan("sparse", settings(headless, pairs, tmp_path / "none"))
-
-
-def test_settings_that_contradict_each_other(source: Path, pairs: Path, tmp_path: Path) -> None:
-    for override, message in {
-        "model.kind=dense": "model.kind=dense: for dense vectors, got retrieval.kind=sparse",
-        "training.matryoshka=halves": "training.matryoshka: for dense vectors",
-        "retrieval.warmup_ratio=0": "retrieval.warmup_ratio",
-        "retrieval.sparse_from=logits": "retrieval.sparse_from",
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            plan("sparse", settings(source, pairs, tmp_path / "run", override))
 
 
 @pytest.mark.long

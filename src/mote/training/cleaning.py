@@ -6,68 +6,40 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import cycle, islice
-from typing import Literal, TypeVar
+from typing import Any, Literal
 
 from mote.data.columns import SHOWN_ERRORS, Example, Examples, RowType, read_examples
 from mote.data.rows import Location
 from mote.reporting import table
 from mote.training.recipe import DatasetSettings, Recipe, ValidationSettings
 
-LabelType = Literal["pairs", "scored", "labelled", "embeddings"]
+LabelType = Literal["pairs", "scored", "embeddings"]
 
 INFO_NCE = "InfoNCE"
 
 # What each loss takes as labels. Missing are the losses of Sentence-Transformers that need a teacher's scores, classes
-# of pairs, corrupted texts or another loss: the labels of a recipe's data would be wrong for them.
-LOSSES: dict[LabelType, tuple[str, ...]] = {
-    "pairs": (
-        INFO_NCE,
-        "MultipleNegativesRankingLoss",
-        "MultipleNegativesSymmetricRankingLoss",
-        "CachedMultipleNegativesRankingLoss",
-        "CachedMultipleNegativesSymmetricRankingLoss",
-        "GISTEmbedLoss",
-        "CachedGISTEmbedLoss",
-        "MegaBatchMarginLoss",
-        "TripletLoss",
-        "GlobalOrthogonalRegularizationLoss",
-        "SparseMultipleNegativesRankingLoss",
-        "SparseTripletLoss",
-    ),
-    "scored": (
-        "CoSENTLoss",
-        "AnglELoss",
-        "CosineSimilarityLoss",
-        "ContrastiveLoss",
-        "OnlineContrastiveLoss",
-        "SparseCoSENTLoss",
-        "SparseAnglELoss",
-        "SparseCosineSimilarityLoss",
-    ),
-    "labelled": (
-        "BatchAllTripletLoss",
-        "BatchHardTripletLoss",
-        "BatchSemiHardTripletLoss",
-        "BatchHardSoftMarginTripletLoss",
-    ),
-    "embeddings": ("EmbedDistillLoss", "MSELoss"),
+# of texts or pairs, corrupted texts, a guide or another loss: the labels of a recipe's data would be wrong for them.
+LABEL_TYPES: dict[str, LabelType] = {
+    INFO_NCE: "pairs",
+    "MultipleNegativesRankingLoss": "pairs",
+    "CachedMultipleNegativesRankingLoss": "pairs",
+    "TripletLoss": "pairs",
+    "CoSENTLoss": "scored",
+    "AnglELoss": "scored",
+    "CosineSimilarityLoss": "scored",
+    "EmbedDistillLoss": "embeddings",
+    "MSELoss": "embeddings",
 }
-LABEL_TYPES: dict[str, LabelType] = {loss: label_type for label_type, losses in LOSSES.items() for loss in losses}
-BINARY_LOSSES = ("ContrastiveLoss", "OnlineContrastiveLoss")
 
 # Which rows can be turned into these labels.
 ROW_TYPES: dict[LabelType, tuple[RowType, ...]] = {
     "pairs": ("pairs", "labelled", "scored"),
     "scored": ("scored",),
-    "labelled": ("labelled",),
     "embeddings": ("pairs", "labelled", "scored", "texts"),
 }
 
-DEFAULT_NEGATIVES = 4
-"""Maximum number of hard negatives per row, unless the recipe sets one."""
+DEFAULT_NEGATIVES = 4  # hard negatives of a row, at most, unless the recipe sets a number
 AMBIGUOUS = {"labelled": "text has several labels", "scored": "pair has several scores"}
-
-T = TypeVar("T")
 
 
 def text_id(text: str) -> int:
@@ -81,7 +53,7 @@ def share_of(text: str) -> float:
 
 
 def content_hash(texts: Iterable[object]) -> str:
-    """Return a hash of all texts, or labels, in their order."""
+    """Hash all texts, or labels, in their order."""
     digest = blake2b(digest_size=8)
     for text in texts:
         digest.update(f"{text}\0".encode())
@@ -90,41 +62,30 @@ def content_hash(texts: Iterable[object]) -> str:
 
 @dataclass
 class DatasetReport:
-    """What became of a dataset's rows.
-
-    Attributes:
-        name: Dataset name.
-        task: Task of the recipe.
-        read: Rows read.
-        invalid: Invalid rows among them.
-        used: Rows trained on, before the weight.
-        held_out: Rows of the validation split.
-        dropped: Reason → number of rows.
-        errors: The first invalid rows, as `file:line: error`.
-        notes: Other remarks.
-    """
+    """What became of a dataset's rows: their numbers, and remarks, the first invalid ones among them."""
 
     name: str
-    task: str
+    task: str  # of the recipe
     read: int = 0
     invalid: int = 0
-    used: int = 0
+    used: int = 0  # before the weight
     held_out: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-    errors: list[str] = field(default_factory=list)
+    dropped: dict[str, int] = field(default_factory=dict)  # by reason
     notes: list[str] = field(default_factory=list)
 
-    def count(self, examples: Examples) -> None:
-        """Count the rows read, and show the first invalid ones."""
+    def read_rows(self, location: Location[Any], max_invalid_fraction: float) -> Examples:
+        """Read the rows of the dataset, count them, and note the first invalid ones."""
+        examples = read_examples(location, max_invalid_fraction)
         self.read, self.invalid = examples.read, len(examples.errors)
-        self.errors = examples.errors[:SHOWN_ERRORS]
+        self.notes += [f"invalid row {error}" for error in examples.errors[:SHOWN_ERRORS]]
+        return examples
 
     def drop(self, reason: str, rows: int) -> None:
         """Count dropped rows."""
         if rows:
             self.dropped[reason] = self.dropped.get(reason, 0) + rows
 
-    def sample(self, rows: list[T], limit: int | None, seed: int) -> list[T]:
+    def sample(self, rows: list[Any], limit: int | None, seed: int) -> list[Any]:
         """Take a sample that depends only on the seed and the dataset, and count the other rows as dropped."""
         if limit is None or len(rows) <= limit:
             return rows
@@ -133,10 +94,9 @@ class DatasetReport:
         return [rows[number] for number in sorted(chosen)]
 
     def remarks(self) -> list[str]:
-        """List what happened to the rows, one remark per line."""
-        dropped = [f"{self.name}: dropped {rows:,}: {reason}" for reason, rows in self.dropped.items()]
-        notes = [f"{self.name}: {note}" for note in self.notes]
-        return [*dropped, *notes, *(f"{self.name}: invalid row {error}" for error in self.errors)]
+        """List what happened to the rows."""
+        dropped = [f"dropped {rows:,}: {reason}" for reason, rows in self.dropped.items()]
+        return [f"{self.name}: {remark}" for remark in (*dropped, *self.notes)]
 
 
 def table_of(reports: Sequence[DatasetReport]) -> str:
@@ -150,45 +110,30 @@ def table_of(reports: Sequence[DatasetReport]) -> str:
     return "\n".join([table(header, rows, align="llrrrrr"), *remarks])
 
 
+def require_rows(count: float, name: str, reports: Sequence[DatasetReport]) -> None:
+    """Raise `ValueError`, with what became of the rows, if none is left."""
+    if not count:
+        remarks = [remark for report in reports for remark in report.remarks()]
+        raise ValueError("\n  ".join([f"{name}: nothing is left to train on", *remarks]))
+
+
 class DatasetRows:
-    """The rows of one dataset.
-
-    Args:
-        location: Where the dataset is.
-        task_name: Task of the recipe.
-        recipe: The recipe.
-
-    Attributes:
-        row_type: What its columns hold.
-        label_type: What the loss takes as labels.
-        tasks: Tasks of the model for anchors and for positives.
-        instruction: Instruction of the anchors, in place of the task's.
-        weight: How often each row is seen per epoch.
-        rows: Rows to train on, with one positive each; labelled texts and single texts have none.
-        held_out: Rows of the validation split, in the order of their hashes; they are never trained on.
-        report: What became of the rows.
-    """
+    """The rows of one dataset: those to train on, with at most one positive each, and those held out for validation."""
 
     def __init__(self, location: Location[DatasetSettings], task_name: str, recipe: Recipe) -> None:
         self.location, self.name, self.settings = location, location.name, location.settings
         self.task_name, self.task = task_name, recipe.tasks[task_name]
-        self.instruction = recipe.instruction_of(location.settings)
+        self.instruction = recipe.instruction_of(location.settings)  # of the anchors, in place of the task's
         self.label_type = LABEL_TYPES[self.task.loss]
-        self.tasks = (self.task.anchor, self.task.positive)
-        self.weight = self.task.weight * self.settings.weight
+        self.tasks = (self.task.anchor, self.task.positive)  # of the model, for anchors and for positives
         self.row_type: RowType = "texts"
         self.rows: list[Example] = []
         self.held_out: list[Example] = []
         self.report = DatasetReport(location.name, task_name)
 
     def clean(self, recipe: Recipe) -> None:
-        """Read, check and sample the rows, and split off the validation rows.
-
-        Raises:
-            ValueError: If the dataset is invalid, or does not suit the loss.
-        """
-        read = read_examples(self.location, recipe.data.max_invalid_fraction)
-        self.report.count(read)
+        """Read, check and sample the rows, and split off the validation rows."""
+        read = self.report.read_rows(self.location, recipe.data.max_invalid_fraction)
         self.rows, self.row_type = read.rows, read.columns.row_type
         if self.row_type not in ROW_TYPES[self.label_type]:
             raise ValueError(
@@ -213,9 +158,7 @@ class DatasetRows:
     def _fit_scores(self) -> None:
         """Check that the loss takes the scores, and scale them to at most 1."""
         scores = [float(row.label or 0) for row in self.rows]
-        takes_any = self.label_type == "pairs" and self.settings.min_score is not None
-        takes_binary = self.label_type == "pairs" or self.task.loss in BINARY_LOSSES
-        if takes_binary and not takes_any and not set(scores) <= {0.0, 1.0}:
+        if self.label_type == "pairs" and self.settings.min_score is None and not set(scores) <= {0.0, 1.0}:
             raise ValueError(
                 f"{self.name} has graded scores, but {self.task.loss} takes 0 and 1: set the loss CoSENTLoss, or "
                 "`min_score` for InfoNCE"
@@ -234,11 +177,11 @@ class DatasetRows:
         removed = sum(len(row.negatives) for row in self.rows) - sum(len(row.negatives) for row in rows)
         if removed:
             self.report.notes.append(f"{removed:,} hard negatives removed that equal the anchor or a positive")
-        fewest = min((len(row.negatives) for row in rows if row.negatives), default=0)
-        most = max(len(row.negatives) for row in rows)
-        count = min(fewest, DEFAULT_NEGATIVES)
+        counts = [len(row.negatives) for row in rows]
+        count = min([DEFAULT_NEGATIVES, *filter(None, counts)])
         if self.settings.negatives is not None:
-            count = min(most, self.settings.negatives)
+            count = self.settings.negatives
+        count = min(count, max(counts))
         if self.label_type == "embeddings":
             count = 0
         self.rows = []
@@ -266,21 +209,17 @@ class DatasetRows:
         """Split off the validation rows, by a hash of the anchor: they are the same for every recipe and seed."""
         shares = [share_of(row.anchor) for row in self.rows]
         lowest = sorted((share, number) for number, share in enumerate(shares) if share < settings.share)
+        chosen = dict.fromkeys(number for _, number in lowest[: settings.limit])
         # Single texts have nothing to measure.
-        if len(lowest) < 2 or self.row_type == "texts":
+        if len(chosen) < 2 or self.row_type == "texts":
             return
-        chosen = [number for _, number in lowest[: settings.limit]]
         self.held_out = [self.rows[number] for number in chosen]
         self.report.held_out = len(chosen)
-        excluded = set(chosen)
-        self.rows = [row for number, row in enumerate(self.rows) if number not in excluded]
+        self.rows = [row for number, row in enumerate(self.rows) if number not in chosen]
         self.drop_texts((row.anchor for row in self.held_out), "has a text that is held out")
 
     def drop_texts(self, texts: Iterable[str], reason: str) -> None:
-        """Drop rows that have one of the texts as anchor, as positive, or as all their hard negatives.
-
-        If only some hard negatives are among the texts, the row's others take their places.
-        """
+        """Drop rows that have one of the texts; among hard negatives, the row's others take their places, if any."""
         dropped = {text.strip() for text in texts}
         kept = []
         for row in self.rows:
@@ -291,10 +230,9 @@ class DatasetRows:
         self._keep(kept, reason)
 
     def _pair_by_score(self, seed: int) -> None:
-        """Turn scored pairs into positive pairs: those with the label 1, or those with at least `min_score`.
+        """Keep scored pairs with the label 1, or those with at least `min_score`, in both directions.
 
-        With `min_score`, each is used in both directions. Hard negatives are texts that score lower with the anchor,
-        then random texts of the dataset.
+        With `min_score`, hard negatives are texts that score lower with the anchor, then random texts of the dataset.
         """
         min_score = self.settings.min_score
         if min_score is None:

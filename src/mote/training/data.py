@@ -28,6 +28,7 @@ from mote.training.cleaning import (
     DatasetRows,
     LabelType,
     content_hash,
+    require_rows,
     table_of,
     text_id,
 )
@@ -36,36 +37,25 @@ from mote.training.teachers import TeacherEmbeddings
 
 logger = logging.getLogger(__name__)
 
-BLENDED = "blended"
-"""Name of the training set of all datasets whose tasks have blended batches."""
+BLENDED = "blended"  # the training set of all datasets whose tasks have blended batches
 
 
 @dataclass
 class TrainingSet:
-    """Rows that are drawn into batches together.
+    """Rows that are drawn into batches together: `anchor`, `positive`, `negative_1` …, `label`; only those that exist.
 
-    Attributes:
-        name: Name of the dataset if the task's batches are homogeneous, of the task if they are heterogeneous, else
-            `blended`.
-        task: Task of the recipe, or `blended`.
-        settings: Settings of the task, for these rows.
-        rows: Columns `anchor`, `positive`, `negative_1` …, `label`; only those that exist.
-        column_tasks: Column → task of the model (instruction and expert) of its texts; empty if blended.
-        label_type: Content of `label`. `pairs`: ids of the row's texts, and of the group whose rows are not negatives
-            of each other; if blended, also the number of the row's part. `scored`: a score. `labelled`: the id of a
-            label. `embeddings`: the teacher's embeddings.
-        instruction: Instruction of the anchors, and of other columns of their task, in place of the task's.
-        parts: If blended, the training set of each dataset.
+    The label holds, by its type, for `pairs`: ids of the row's texts, and of the group whose rows are not negatives of
+    each other; if blended, also the number of the row's part. `scored`: a score. `embeddings`: the teacher's.
     """
 
-    name: str
-    task: str
+    name: str  # of the dataset if batches are homogeneous, of the task if they are heterogeneous, else `blended`
+    task: str  # of the recipe, or `blended`
     settings: TaskSettings
     rows: Dataset
-    column_tasks: dict[str, str]
+    column_tasks: dict[str, str]  # column → task of the model (instruction and expert); empty if blended
     label_type: LabelType
-    instruction: str | None = None
-    parts: list["TrainingSet"] = field(default_factory=list)
+    instruction: str | None = None  # of the anchors, and of other columns of their task, in place of the task's
+    parts: list["TrainingSet"] = field(default_factory=list)  # if blended, one for each dataset
 
     @property
     def tasks(self) -> list[str]:
@@ -75,22 +65,8 @@ class TrainingSet:
 
     def instructions(self, names: MoTEConfig) -> dict[str, str]:
         """Return the instruction of each text column."""
-        found = {column: names.instruction_of(task) for column, task in self.column_tasks.items()}
-        if self.instruction is not None:
-            instructed = self.column_tasks["anchor"]
-            found |= {column: self.instruction for column, task in self.column_tasks.items() if task == instructed}
-        return found
-
-    def rows_hash(self) -> str:
-        """Return a content hash of the rows: of their texts, and of labels that the data give."""
-        left_out = ("dataset_name",) if self.label_type in ("scored", "labelled") else ("label", "dataset_name")
-        columns = [column for column in self.rows.column_names if column not in left_out]
-        return content_hash(chain.from_iterable(self.rows[column] for column in columns))
-
-    @property
-    def teacher_dimension(self) -> int:
-        """Width of the teacher's embeddings, for the label type `embeddings`."""
-        return int(np.shape(self.rows[0]["label"])[-1])
+        own = {} if self.instruction is None else {self.column_tasks["anchor"]: self.instruction}
+        return {column: own.get(task, names.instruction_of(task)) for column, task in self.column_tasks.items()}
 
 
 @dataclass
@@ -105,8 +81,13 @@ class TrainingData:
         return table_of(self.reports)
 
     def hashes(self) -> dict[str, str]:
-        """Return a content hash of each training set's rows."""
-        return {name: training_set.rows_hash() for name, training_set in self.sets.items()}
+        """Hash the texts of each training set, and labels that the data give."""
+        hashes = {}
+        for name, one in self.sets.items():
+            left_out = ("dataset_name",) if one.label_type == "scored" else ("label", "dataset_name")
+            columns = [column for column in one.rows.column_names if column not in left_out]
+            hashes[name] = content_hash(chain.from_iterable(one.rows[column] for column in columns))
+        return hashes
 
 
 def load_data(
@@ -116,15 +97,8 @@ def load_data(
 ) -> TrainingData:
     """Read and prepare everything that a recipe trains on.
 
-    Args:
-        recipe: The recipe.
-        tokenizer: Tokenizer of the model, for datasets with a `max_length`.
-        teachers: The recipe's, from `teachers_of`, which then embed the texts: this can take hours. Default: rows for
-            distillation have no labels.
-
-    Raises:
-        FileNotFoundError: If a dataset does not exist.
-        ValueError: If a dataset has too many invalid rows, lacks a column, or does not suit its task's loss.
+    The tokenizer is for datasets with a `max_length`. Teachers, from `teachers_of`, embed the texts, which can take
+    hours; without them, rows for distillation have no labels.
     """
     datasets = _find_datasets(recipe)
     for dataset in datasets:
@@ -138,14 +112,10 @@ def load_data(
         dataset.drop_singleton_labels()
         dataset.report.used = len(dataset.rows)
         name = dataset.task_name if dataset.task.batches == "heterogeneous" else dataset.name
-        group = groups.setdefault(name, [])
-        if name == BLENDED or (group and group[0].task_name != dataset.task_name):
-            raise ValueError(f"A dataset and a task are both named {name!r}: rename the task")
-        group.append(dataset)
+        groups.setdefault(name, []).append(dataset)
     sets = {name: _training_set(name, group, recipe, tokenizer, teachers or {}) for name, group in groups.items()}
     parts = [sets.pop(name) for name in groups if sets[name].settings.batches == "blended"]
     if parts:
-        _warn_of_rare_rows(parts, recipe.training.batch_size)
         sets[BLENDED] = _blended(parts)
     for dataset in datasets:
         # The training sets hold them now; validation needs only `held_out`.
@@ -159,12 +129,14 @@ def _find_datasets(recipe: Recipe) -> list[DatasetRows]:
     for name, task in recipe.tasks.items():
         for settings in task.datasets:
             for location in find_datasets(settings, recipe.data.place):
-                other = datasets.setdefault(location.name, DatasetRows(location, name, recipe))
-                if other.location is not location:
+                # A training set is named after a dataset or a task.
+                taken = {*datasets, *(recipe.tasks.keys() - {name}), BLENDED}
+                if location.name in taken or name == BLENDED:
                     raise ValueError(
-                        f"Two datasets are named {location.name!r}: {other.settings.path!r} of the task "
-                        f"{other.task_name!r}, and {settings.path!r} of the task {name!r}"
+                        f"tasks.{name}: {settings.path!r} is a dataset named {location.name!r}, but datasets and tasks "
+                        f"need different names, and none may be {BLENDED!r}: rename or exclude one"
                     )
+                datasets[location.name] = DatasetRows(location, name, recipe)
     return list(datasets.values())
 
 
@@ -188,39 +160,19 @@ def _training_set(
     rows = concatenate_datasets([*tables.values()])
     anchor, positive = first.tasks
     text_columns = [column for column in rows.column_names if column != "label"]
-    if "negative_1" not in text_columns and first.label_type in ("pairs", "labelled"):
-        # The last number of a pair's label is its group.
-        groups = {label[-1] if first.label_type == "pairs" else label for label in rows["label"]}
-        in_batch = first.label_type == "labelled" or task.in_batch_negatives
-        if len(groups) < 2 or not in_batch:
-            problem = "all have the same label or anchor" if in_batch else "in_batch_negatives is false"
-            raise ValueError(
-                f"The rows of {name!r} have no negatives: {problem}. Mine some with `mote mine`, or use other labels "
-                "with `pairs: label_text`"
-            )
+    has_pairs_only = first.label_type == "pairs" and "negative_1" not in text_columns
+    # The last number of a label is the row's group.
+    if has_pairs_only and (not task.in_batch_negatives or len({label[-1] for label in rows["label"]}) < 2):
+        raise ValueError(
+            f"The rows of {name!r} have no negatives: in_batch_negatives is false, or all have the same label or "
+            "anchor. Mine some with `mote mine`, or use other labels with `pairs: label_text`"
+        )
     column_tasks = {column: anchor if column == "anchor" else positive for column in text_columns}
     return TrainingSet(name, first.task_name, task, rows, column_tasks, first.label_type, first.instruction)
 
 
-def _warn_of_rare_rows(parts: list[TrainingSet], batch_size: int) -> None:
-    """Warn of datasets that are mostly alone in a blended batch, where their rows have no negatives: a loss of 0."""
-    total = sum(len(part.rows) for part in parts)
-    for part in parts:
-        expected = batch_size * len(part.rows) / total
-        if expected < 2 and "negative_1" not in part.column_tasks:
-            logger.warning(
-                "%s has %.2g rows per blended batch, and no hard negatives: mostly, its rows have no negatives at all. "
-                "Raise its `weight` or training.batch_size, or mine negatives (`mote mine`)",
-                part.name,
-                expected,
-            )
-
-
 def _blended(parts: list[TrainingSet]) -> TrainingSet:
-    """Combine the rows of training sets into one set, with as many columns as the widest.
-
-    Missing hard negatives of a row are replaced by a short text, which the loss ignores.
-    """
+    """Combine training sets; for hard negatives that a row lacks, it gets a short text, which the loss ignores."""
     columns = max((part.column_tasks for part in parts), key=len)
     tables = []
     for number, part in enumerate(parts):
@@ -228,7 +180,8 @@ def _blended(parts: list[TrainingSet]) -> TrainingSet:
         ids = np.asarray(part.rows["label"][:])
         padding = np.zeros((len(ids), len(columns) - len(part.column_tasks)), dtype=ids.dtype)
         labels = np.hstack([ids[:, :-1], padding, ids[:, -1:], np.full((len(ids), 1), number)])
-        tables.append(_dataset(texts, pyarrow.array(labels.tolist(), pyarrow.list_(pyarrow.int64()))))
+        ids = pyarrow.array(labels.tolist(), pyarrow.list_(pyarrow.int64()))
+        tables.append(Dataset(pyarrow.table({**texts, "label": ids})))
     return TrainingSet(BLENDED, BLENDED, parts[0].settings, concatenate_datasets(tables), {}, "pairs", parts=parts)
 
 
@@ -236,9 +189,8 @@ def _table(
     dataset: DatasetRows, seed: int, tokenizer: PreTrainedTokenizerBase | None, teacher: TeacherEmbeddings | None
 ) -> Dataset:
     """Build the rows of one dataset, with the labels that the loss takes, and as often as its weight says."""
-    if not round(dataset.weight * len(dataset.rows)):
-        raise ValueError("\n  ".join([f"{dataset.name}: no rows are left to train on", *dataset.report.remarks()]))
-    rows, label_type = dataset.rows, dataset.label_type
+    rows, label_type, weight = dataset.rows, dataset.label_type, dataset.task.weight * dataset.settings.weight
+    require_rows(round(weight * len(rows)), dataset.name, [dataset.report])
     if dataset.row_type == "labelled" and label_type == "pairs":
         pair = _paired_with_label if dataset.task.pairs == "label_text" else _paired_by_label
         rows = pair(dataset, f"{seed} pairs {dataset.name}")
@@ -251,19 +203,16 @@ def _table(
         label = pyarrow.nulls(len(rows)) if teacher is None else teacher.labels(columns)
     elif label_type == "scored":
         label = pyarrow.array([row.label for row in rows], pyarrow.float64())
-    elif label_type == "labelled":
-        label = pyarrow.array(map(text_id, groups), pyarrow.int64())
     else:
         ids = [[*map(text_id, texts)] for texts in zip(*columns.values(), groups, strict=True)]
         label = pyarrow.array(ids, pyarrow.list_(pyarrow.int64()))
-    table = _dataset(columns, label)
-    if dataset.weight == 1:
+    table = Dataset(pyarrow.table({**columns, "label": label}))
+    if weight == 1:
         return table
     # Whole copies, then a sample for the fraction.
-    whole, count = int(dataset.weight), len(rows)
-    sample = random.Random(f"{seed} weight {dataset.name}").sample(
-        range(count), round((dataset.weight - whole) * count)
-    )
+    whole, count = int(weight), len(rows)
+    rng = random.Random(f"{seed} weight {dataset.name}")
+    sample = rng.sample(range(count), round((weight - whole) * count))
     return table.select([*range(count)] * whole + sorted(sample))
 
 
@@ -325,7 +274,3 @@ def _truncated(
                 for text, tokens in zip(texts, offsets, strict=True)
             ]
     return columns | truncated
-
-
-def _dataset(columns: dict[str, list[str]], label: pyarrow.Array) -> Dataset:
-    return Dataset(pyarrow.table({**columns, "label": label}))

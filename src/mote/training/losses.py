@@ -6,8 +6,9 @@ texts, equal labels) are excluded from the denominator. Gradient caching and Mat
 
 import inspect
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
+import numpy as np
 import torch
 from sentence_transformers import SentenceTransformer, SparseEncoder
 from sentence_transformers.base.losses.gradcache import CachedLossMixin
@@ -18,9 +19,8 @@ from sentence_transformers.util import all_gather, all_gather_with_grad, get_ran
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from mote.inference.loading import load_encoder
 from mote.remote.configuration_mote import alternatives
-from mote.training.cleaning import INFO_NCE, LABEL_TYPES, LOSSES
+from mote.training.cleaning import INFO_NCE, LABEL_TYPES
 from mote.training.data import TrainingSet
 from mote.training.processes import processes, replicated
 from mote.training.progress import count_texts
@@ -36,55 +36,29 @@ class InfoNCELoss(CachedLossMixin, nn.Module):
     positives and hard negatives of other rows, without known false negatives: texts equal to the anchor, or to a
     positive of any row with the same anchor or label.
 
-    Args:
-        model: Embedding model.
-        temperature: Temperature t.
-        symmetric: Average with the same loss in the other direction, in which positives must find their anchors.
-        in_batch_negatives: Whether the texts of other rows are candidates.
-        gather_across_devices: Whether other rows include those of the other processes.
-        mini_batch_size: Rows per forward pass, sorted by length. None: one forward pass per column, in order.
-        gradient_caching: Whether mini-batches are embedded a second time for the backward pass, with the gradients of
-            embeddings cached in between (GradCache, Gao et al. 2021), so that only one is in memory.
+    With a mini-batch size, rows are sorted by length, and each mini-batch is embedded by itself; with gradient caching
+    (GradCache, Gao et al. 2021) once more for the backward pass, so that only one is in memory. Without a size, there
+    is one forward pass per column.
     """
 
     def __init__(
         self,
         model: SentenceTransformer | SparseEncoder,
-        temperature: float,
+        task: TaskSettings,
         *,
-        symmetric: bool = False,
-        in_batch_negatives: bool = True,
         gather_across_devices: bool = False,
         mini_batch_size: int | None = None,
         gradient_caching: bool = True,
     ) -> None:
         super().__init__()
-        self.model = model
-        self.temperature = temperature
-        self.symmetric = symmetric
-        self.in_batch_negatives = in_batch_negatives
+        self.model, self.task = model, task
         self.normalizes = not isinstance(model, SparseEncoder)
         self.gather_across_devices = gather_across_devices
         self.uses_gradient_cache = gradient_caching and mini_batch_size is not None
         self.mini_batch_size = mini_batch_size or 0
 
-    @classmethod
-    def of(cls, task: TaskSettings, model: SentenceTransformer | SparseEncoder, **settings: Any) -> "InfoNCELoss":
-        """Build the loss of a task; further settings are arguments of the class."""
-        own: dict[str, Any] = {"symmetric": task.symmetric, "in_batch_negatives": task.in_batch_negatives}
-        return InfoNCELoss(model, task.temperature, **own, **settings)
-
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None) -> Tensor:
-        """Compute the loss of a batch.
-
-        Args:
-            sentence_features: Tokenized anchors, positives, and columns of hard negatives.
-            labels: [B, columns + 1]: ids of each text, and of the group (label or anchor) of each row, from
-                `mote.training.data`. None: no false negatives are known.
-
-        Returns:
-            A scalar.
-        """
+        """Compute the loss of a batch; `labels` [B, columns + 1] hold the ids of each row's texts and of its group."""
         features = list(sentence_features)
         if not self.mini_batch_size:
             return self.calculate_loss([[column] for column in embed_columns(self.model, features)], labels)
@@ -101,18 +75,7 @@ class InfoNCELoss(CachedLossMixin, nn.Module):
     def calculate_loss(
         self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
     ) -> Tensor:
-        """Compute the loss from embeddings, in chunks of rows if gradients are cached.
-
-        Args:
-            reps: Embeddings of each column, in mini-batches of [b, H].
-            labels: As in `forward`.
-            with_backward: Whether to run the backward pass to the embeddings, and return a scalar without a graph.
-        """
-        # bf16 is too coarse for a cosine at t = 0.03.
-        with torch.autocast(reps[0][0].device.type, enabled=False):
-            return self._calculate_loss(reps, labels, with_backward)
-
-    def _calculate_loss(self, reps: list[list[Tensor]], labels: Tensor | None, with_backward: bool) -> Tensor:
+        """Compute the loss from each column's mini-batches of embeddings [b, H], with gradients of these if wanted."""
         columns = [torch.cat(column).float() for column in reps]  # each [B, H]
         if self.normalizes:
             columns = [normalize(column, dim=-1) for column in columns]
@@ -140,15 +103,17 @@ class InfoNCELoss(CachedLossMixin, nn.Module):
     def _sum_over(self, index: Tensor, columns: list[Tensor], labels: Tensor | None) -> Tensor:
         """Sum the losses of the rows `index` [b], with the texts of all rows, columns of [N, H], as candidates."""
         anchors, *documents = columns
-        known = _FalseNegatives(labels, columns, self.in_batch_negatives)
+        known = _FalseNegatives(labels, columns, self.task.in_batch_negatives)
         loss = self._info_nce(anchors[index], torch.cat(documents), index, known.of_documents(index))
-        if self.symmetric:
+        if self.task.symmetric:
             back = self._info_nce(documents[0][index], anchors, index, known.of_anchors(index))
             loss = (loss + back) / 2
         return loss
 
     def _info_nce(self, queries: Tensor, candidates: Tensor, target: Tensor, excluded: Tensor) -> Tensor:
-        scores = queries @ candidates.T / self.temperature  # [b, candidates]
+        # bf16 is too coarse for a cosine at t = 0.03.
+        with torch.autocast(queries.device.type, enabled=False):
+            scores = queries @ candidates.T / self.task.temperature  # [b, candidates]
         scores = scores.masked_fill(excluded, -torch.inf)
         return nn.functional.cross_entropy(scores, target, reduction="sum")
 
@@ -157,21 +122,14 @@ class BlendedLoss(InfoNCELoss):
     """InfoNCE of blended batches: the sum of the losses of each dataset's rows, weighted by their share of the batch.
 
     So it is the mean over the rows, each with the temperature and the other settings of its task. Only rows of the same
-    dataset are negatives of each other.
-
-    Args:
-        model: Embedding model.
-        parts: Settings of each dataset, in the order of their numbers, and the number of its columns: further columns
-            of a batch are placeholders for negatives that its rows lack.
-        **settings: `gather_across_devices`, `mini_batch_size` and `gradient_caching` of `InfoNCELoss`.
+    dataset are negatives of each other. `parts` hold each dataset's settings and number of columns: further columns of
+    a batch are placeholders for negatives that its rows lack.
     """
 
-    def __init__(
-        self, model: SentenceTransformer | SparseEncoder, parts: list[tuple[TaskSettings, int]], **settings: Any
-    ) -> None:
-        super().__init__(model, 1.0, **settings)
+    def __init__(self, model: SentenceTransformer, parts: list[tuple[TaskSettings, int]], **settings: Any) -> None:
+        super().__init__(model, parts[0][0], **settings)
         # A list, not modules: they have no weights of their own.
-        self.parts = [(InfoNCELoss.of(task, model), count) for task, count in parts]
+        self.parts = [(InfoNCELoss(model, task), count) for task, count in parts]
 
     def _sum_over(self, index: Tensor, columns: list[Tensor], labels: Tensor | None) -> Tensor:
         """Sum the losses of the rows `index` [b]; the last of `labels` [N, columns + 2] are the datasets' numbers."""
@@ -187,13 +145,8 @@ class BlendedLoss(InfoNCELoss):
         return total
 
 
-def _sorted_by_length(
-    features: list[dict[str, Any]], labels: Tensor | None
-) -> tuple[list[dict[str, Any]], Tensor | None]:
-    """Sort the rows of a batch by length, so that the mini-batches need little padding.
-
-    The order of the rows does not change the loss. Texts that are concatenated for flash attention have no padding.
-    """
+def _sorted_by_length(features: list[dict[str, Any]], labels: Tensor | None) -> tuple[Any, Tensor | None]:
+    """Sort the rows of a batch by length, so that the mini-batches need little padding; flash attention needs none."""
     if any("cu_seq_lens_q" in column for column in features):
         return features, labels
     lengths = torch.stack([column["attention_mask"].sum(dim=1) for column in features]).sum(dim=0)
@@ -247,28 +200,19 @@ def _paired(groups: Tensor, texts: Tensor) -> Tensor:
 
 
 class SparsePartFlops(sparse_losses.FlopsLoss):
-    """Sentence-Transformers' `FlopsLoss` on the sparse part of hybrid vectors, the first V numbers.
-
-    Args:
-        model: The model.
-        size: V, the size of the vocabulary.
-    """
+    """Sentence-Transformers' `FlopsLoss` on the sparse part of hybrid vectors, one number for each token."""
 
     def __init__(self, model: SparseEncoder, size: int) -> None:
         super().__init__(model)
         self.size = size
 
     def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
-        """Compute the loss of vectors [B, V + H]."""
+        """Compute the loss of vectors [B, size + H]."""
         return super().compute_loss_from_embeddings(embeddings[:, : self.size])
 
 
 class LoadBalancedLoss(nn.Module):
-    """A loss around a token-routed model: each forward pass contributes its share of a step's load-balancing loss.
-
-    Args:
-        loss: The loss.
-    """
+    """A loss around a token-routed model: each forward pass contributes its share of a step's load-balancing loss."""
 
     def __init__(self, loss: nn.Module) -> None:
         super().__init__()
@@ -284,30 +228,23 @@ class LoadBalancedLoss(nn.Module):
 
 
 def check_loss(task: str, settings: TaskSettings, *, sparse: bool = False) -> None:
-    """Check that the loss of a task exists, and takes what the recipe gives it.
-
-    Args:
-        task: Task of the recipe.
-        settings: Its settings.
-        sparse: Whether the model gives sparse vectors.
-
-    Raises:
-        ValueError: If the loss is unknown, or settings contradict each other.
-    """
-    names = [name for name in LABEL_TYPES if name == INFO_NCE or name.startswith("Sparse") == sparse]
-    if settings.loss not in names:
-        kind = "loss of sparse vectors" if sparse else "loss"
-        raise ValueError(f"Task {task!r}: unknown {kind} {settings.loss!r}." + alternatives(settings.loss, names))
-    if settings.loss == INFO_NCE and settings.loss_arguments:
-        raise ValueError(f"Task {task!r}: InfoNCE takes no loss_arguments, only settings of the task")
-    if settings.symmetric and not settings.in_batch_negatives:
-        raise ValueError(f"Task {task!r}: a symmetric loss needs in-batch negatives")
-    if (settings.teacher is not None) != (settings.loss in LOSSES["embeddings"]):
-        distillation = " and ".join(LOSSES["embeddings"])
-        raise ValueError(f"Task {task!r} has the loss {settings.loss}: {distillation} need a teacher, others take none")
+    """Check that the loss of a task exists, and heeds all settings; `ValueError` if not."""
+    names = [INFO_NCE] if sparse else [*LABEL_TYPES]
+    kind = "loss of sparse vectors" if sparse else "loss"
+    taught = LABEL_TYPES.get(settings.loss) == "embeddings"
+    problems = {
+        f"unknown {kind} {settings.loss!r}." + alternatives(settings.loss, names): settings.loss not in names,
+        "InfoNCE takes no loss_arguments": settings.loss == INFO_NCE and settings.loss_arguments,
+        "a symmetric loss needs in-batch negatives": settings.symmetric and not settings.in_batch_negatives,
+        f"{settings.loss} needs a teacher": taught and settings.teacher is None,
+        f"{settings.loss} takes no teacher": not taught and settings.teacher is not None,
+    }
+    for problem, has_it in problems.items():
+        if has_it:
+            raise ValueError(f"Task {task!r}: {problem}")
 
 
-def build_loss(model: SentenceTransformer | SparseEncoder, training_set: TrainingSet, recipe: Recipe) -> nn.Module:
+def build_loss(model: Any, training_set: TrainingSet, recipe: Recipe) -> nn.Module:
     """Build the loss of a training set, for the processes that train together."""
     task, training, count = training_set.settings, recipe.training, processes().num_processes
     if replicated():
@@ -325,17 +262,15 @@ def build_loss(model: SentenceTransformer | SparseEncoder, training_set: Trainin
             "gradient_caching": training.gradient_caching,
         }
         parts = [(part.settings, len(part.column_tasks)) for part in training_set.parts]
-        loss = BlendedLoss(model, parts, **settings) if parts else InfoNCELoss.of(task, model, **settings)
+        loss = BlendedLoss(model, parts, **settings) if parts else InfoNCELoss(model, task, **settings)
     else:
         loss = _library_loss(model, training_set, training, gathered)
     if sparse:
         return _splade(model, loss, recipe.retrieval, training.mini_batch_size)
     if training.matryoshka:
-        width: Any = model.get_embedding_dimension()
+        width = model.get_embedding_dimension()
         halves = [width, *(width // 2**n for n in range(1, 16) if width // 2**n >= min(64, width // 2))]
-        loss = losses.MatryoshkaLoss(
-            cast(SentenceTransformer, model), loss, halves if training.matryoshka == "halves" else training.matryoshka
-        )
+        loss = losses.MatryoshkaLoss(model, loss, halves if training.matryoshka == "halves" else training.matryoshka)
     return loss
 
 
@@ -350,30 +285,14 @@ def _splade(model: Any, loss: nn.Module, retrieval: RetrievalSettings, mini_batc
     return sparse_losses.CachedSpladeLoss(model, loss, **weights, mini_batch_size=mini_batch_size)
 
 
-def _library_loss(
-    model: SentenceTransformer | SparseEncoder, training_set: TrainingSet, training: TrainingSettings, gathered: bool
-) -> Any:
+def _library_loss(model: Any, training_set: TrainingSet, training: TrainingSettings, gathered: bool) -> Any:
     """Build a loss of Sentence-Transformers, with those of the recipe's settings that it has arguments for."""
     task = training_set.settings
-    cls: Any = getattr(sparse_losses if task.loss.startswith("Sparse") else losses, task.loss)
-    width = training_set.teacher_dimension if training_set.label_type == "embeddings" else None
-    settings = {
-        "gather_across_devices": gathered,
-        "mini_batch_size": training.mini_batch_size,
-        "projection_dim": None if width == model.get_embedding_dimension() else width,
-    }
-    # Deprecated classes hide their arguments behind `__new__`.
-    takes = inspect.signature(cls.__init__).parameters
+    cls: Any = getattr(losses, task.loss)
+    settings = {"gather_across_devices": gathered, "mini_batch_size": training.mini_batch_size}
+    if training_set.label_type == "embeddings":
+        width = np.shape(training_set.rows[0]["label"])[-1]
+        settings["projection_dim"] = None if width == model.get_embedding_dimension() else width
+    takes = inspect.signature(cls).parameters
     given = {name: value for name, value in settings.items() if name in takes and value is not None}
-    arguments = given | task.loss_arguments
-    if training.matryoshka and arguments.get("projection_dim") is not None:
-        raise ValueError(
-            f"{task.loss} projects whole embeddings to the teacher's {arguments['projection_dim']} dimensions, but "
-            "training.matryoshka truncates them: leave one of the two out"
-        )
-    if isinstance(arguments.get("guide"), str):
-        arguments["guide"] = load_encoder(arguments["guide"])
-    try:
-        return cls(model, **arguments)
-    except TypeError as error:
-        raise ValueError(f"{task.loss} and its loss_arguments, {task.loss_arguments}: {error}") from error
+    return cls(model, **(given | task.loss_arguments))

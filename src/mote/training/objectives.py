@@ -6,10 +6,9 @@ context needs. CoT-MoTE (Ma et al., arXiv:2304.10195) does this with query and p
 """
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
-from sentence_transformers.sparse_encoder.modules import SpladePooling
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
@@ -19,21 +18,14 @@ from mote.remote.masked_lm_mote import MoTEForMaskedLM
 from mote.training.pretraining_recipe import DecoderSettings
 
 IGNORED = -100  # a token that is not predicted
-FROM_BACKBONE = (
-    "hidden_size",
-    "num_attention_heads",
-    "intermediate_size",
-    "hidden_act",
-    "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-    "layer_norm_eps",
-)
-"""Settings of a backbone that its decoder takes over."""
+# Settings of a backbone that its decoder takes over.
+SIZES = ("hidden_size", "num_attention_heads", "intermediate_size")
+LAYERS = ("hidden_act", "hidden_dropout_prob", "attention_probs_dropout_prob", "layer_norm_eps")
 
 
 @dataclass
 class PretrainingOutput(ModelOutput):
-    """Losses of a batch: the training loss, and the means over the encoder's and the decoder's predicted tokens."""
+    """The training loss, and the means over the encoder's and the decoder's predicted tokens."""
 
     loss: Tensor | None = None
     encoder_loss: Tensor | None = None
@@ -41,17 +33,9 @@ class PretrainingOutput(ModelOutput):
 
 
 class Pretraining(nn.Module):
-    """A model with its objective: what the trainer trains.
+    """A model with its objective: what the trainer trains; with decoder settings, for `cot-mae`.
 
     It is not a `PreTrainedModel`, so that checkpoints use the names of the modules, and include the decoder.
-
-    Args:
-        model: The model, with its head.
-        decoder: Decoder settings, for `cot-mae`.
-
-    Raises:
-        ValueError: If the model's embeddings hold no positions for a decoder (with rotary attention), or have another
-            width.
     """
 
     accepts_loss_kwargs = False  # losses are means over a batch, which a Trainer has to know
@@ -72,7 +56,6 @@ class Pretraining(nn.Module):
                     f"RoBERTa, XLM-R, DistilBERT and MPNet: {backbone.config.model_type!r} does not have them"
                 )
             self.decoder = Decoder(model.config.backbone_config, decoder)
-            self.splade = SpladePooling()
 
     def tie_weights(self) -> None:
         """Tie the model's weights; the trainer calls this."""
@@ -89,42 +72,24 @@ class Pretraining(nn.Module):
         decoder_attention_mask: Tensor | None = None,
         decoder_labels: Tensor | None = None,
     ) -> PretrainingOutput:
-        """Compute the losses of a batch.
+        """Compute the losses of a batch of masked texts [B, L] and contexts [B, C]; tasks are [B].
 
-        Args:
-            input_ids: Masked texts, [B, L], as are the next three.
-            attention_mask: 1 for tokens, 0 for padding on the right.
-            labels: The tokens to predict, -100 elsewhere.
-            token_type_ids: As the backbone takes them.
-            task_ids: Index of each text's task, [B].
-            decoder_input_ids: Contexts, [B, C], as are the next two; the decoder reads the vector in place of the first
-                token.
-            decoder_attention_mask: As for the texts.
-            decoder_labels: As for the texts.
+        Labels are the tokens to predict, -100 elsewhere. The decoder reads the vector in place of a context's first
+        token.
         """
         # Encoded without the head, which then gets only the tokens to predict: at a small width it costs the most.
-        encoded = self.model.embed(input_ids, attention_mask, token_type_ids, task_ids=task_ids)
-        states, vectors = cast(Tensor, encoded.last_hidden_state), cast(Tensor, encoded.pooler_output)
-        encoder_loss = self._loss(states, labels)
+        encoded: Any = self.model.embed(input_ids, attention_mask, token_type_ids, task_ids=task_ids)
+        encoder_loss = self._loss(encoded.last_hidden_state, labels)
         if self.decoder is None or decoder_input_ids is None or decoder_labels is None:
             return PretrainingOutput(loss=encoder_loss)
-        assert self.settings is not None
+        settings: Any = self.settings
         embeddings: Any = self.model.backbone.embeddings
-        if self.settings.vector == "dense":
-            context = torch.cat([vectors[:, None], embeddings(input_ids=decoder_input_ids)[:, 1:]], dim=1)
-        else:  # the weighted mean of the token embeddings, as if it were a token
-            words: Any = self.model.get_input_embeddings()
-            logits = self.model.head(inputs_embeds=states).logits
-            features = {"token_embeddings": logits, "attention_mask": attention_mask}
-            sparse = self.splade(features)["sentence_embedding"]  # [B, V]
-            mean = sparse @ words.weight / sparse.sum(dim=1, keepdim=True).clamp(min=1e-6)
-            words_of_context = torch.cat([mean[:, None], words(decoder_input_ids)[:, 1:]], dim=1)
-            context = embeddings(input_ids=None, inputs_embeds=words_of_context)  # DistilBERT has no default for either
+        context = torch.cat([encoded.pooler_output[:, None], embeddings(input_ids=decoder_input_ids)[:, 1:]], dim=1)
         decoded = self.decoder(context, decoder_attention_mask)
-        if self.settings.kind == "autoregressive":  # each position predicts the next token
+        if settings.kind == "autoregressive":  # each position predicts the next token
             decoded, decoder_labels = decoded[:, :-1], decoder_labels[:, 1:]
         decoder_loss = self._loss(decoded, decoder_labels)
-        loss = encoder_loss + self.settings.weight * decoder_loss
+        loss = encoder_loss + settings.weight * decoder_loss
         return PretrainingOutput(loss=loss, encoder_loss=encoder_loss, decoder_loss=decoder_loss)
 
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
@@ -136,18 +101,11 @@ class Pretraining(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A weak decoder: a few layers that read a vector and a context, masked or only up to each position.
-
-    The layers are BERT's or GPT-2's, of the backbone's size. GPT-2's are followed by a normalisation.
-
-    Args:
-        backbone: Config of the model's backbone.
-        settings: Decoder settings.
-    """
+    """A few layers of BERT's or GPT-2's, of the backbone's size; GPT-2's are followed by a normalisation."""
 
     def __init__(self, backbone: Any, settings: DecoderSettings) -> None:
         super().__init__()
-        own = {name: getattr(backbone, name) for name in FROM_BACKBONE if hasattr(backbone, name)}
+        own = {name: getattr(backbone, name) for name in SIZES + LAYERS if hasattr(backbone, name)}
         own = {"intermediate_size": 4 * backbone.hidden_size, **own}
         bert = BertConfig(**own, num_hidden_layers=settings.layers, vocab_size=1, max_position_embeddings=1)
         self.config: Any = bert
@@ -174,7 +132,7 @@ class Decoder(nn.Module):
             self.before, self.layers, self.after = gpt2.drop, gpt2.h, gpt2.ln_f
 
     def forward(self, hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Decode embedded contexts, the vector first, [B, C, H] → [B, C, H]."""
+        """Decode embedded contexts [B, C, H], the vector first."""
         if self.config.model_type == "bert":
             mask = create_bidirectional_mask(self.config, hidden, attention_mask)
         else:
@@ -186,5 +144,5 @@ class Decoder(nn.Module):
         return self.after(hidden)
 
     def _in_window(self, batch: Any, head: Any, query: Any, key: Any) -> Any:
-        """Whether a position sees another one: the vector, itself, and the tokens just before it."""
+        """A position sees the vector, itself, and the tokens just before it."""
         return (key == 0) | (query - key < self.window)

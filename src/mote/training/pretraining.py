@@ -21,14 +21,13 @@ from mote.checkpoints.reading import Checkpoint, has_head, is_mote, mote_class
 from mote.checkpoints.sentence_transformers import max_seq_length
 from mote.experts.exporting import export
 from mote.remote.masked_lm_mote import MoTEForMaskedLM
-from mote.training.masking import MaskedBatches, SetEpoch, TextRows
 from mote.training.model import check_fit, matching_config, set_dropout, set_router_loss, tasks_of, upcycling_options
 from mote.training.objectives import Pretraining
 from mote.training.pretraining_recipe import PretrainingRecipe
 from mote.training.processes import build_arguments, processes, with_deepspeed, with_fsdp
 from mote.training.progress import RunCallback
 from mote.training.run import Run
-from mote.training.texts import TextData, load_texts
+from mote.training.texts import MaskedBatches, SetEpoch, TextData, TextRows, load_texts
 from mote.upcycling.options import UpcyclingOptions
 from mote.upcycling.plan import plan_upcycling
 

@@ -102,7 +102,6 @@ class DecoderSettings(Settings):
         masking_rate: Fraction of the context's tokens, or words, to mask, if `bidirectional`.
         attention_window: Number of tokens that a position attends to besides the vector, itself included, if
             `autoregressive`. Default: all before it.
-        vector: Vector that the decoder reads: `dense` (the pooled one) or `sparse` (SPLADE's, over the vocabulary).
         both_sides: Whether contexts are encoded, too, and texts rebuilt from them.
         weight: Weight of the decoder's loss.
     """
@@ -111,7 +110,6 @@ class DecoderSettings(Settings):
     layers: int = Field(default=2, ge=1)
     masking_rate: float = Field(default=0.45, gt=0, lt=1)
     attention_window: int | None = Field(default=None, ge=1)
-    vector: Literal["dense", "sparse"] = "dense"
     both_sides: bool = True
     weight: float = Field(default=1.0, gt=0)
 

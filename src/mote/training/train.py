@@ -23,8 +23,7 @@ from mote.checkpoints.models import load_tokenizer
 from mote.checkpoints.tensors import token_routing, weight_name
 from mote.remote.configuration_mote import MoTEConfig
 from mote.training.adapters import AdapterCheckpoints, merge_adapters, network_of, trained_weights
-from mote.training.batches import EvenBatchSampler, TaskBatchSampler
-from mote.training.blending import BlendedCollator
+from mote.training.batches import BlendedCollator, EvenBatchSampler, TaskBatchSampler
 from mote.training.data import TrainingData, TrainingSet, load_data
 from mote.training.losses import INFO_NCE, LoadBalancedLoss, build_loss, check_loss
 from mote.training.model import SHARED, build_model, encodings, names_of

@@ -15,10 +15,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from mote.remote.configuration_mote import MoTEConfig
-from mote.training.masking import MaskedBatches, Masking, TextRows
 from mote.training.pretraining_recipe import MaskingSettings, SpanSettings
-from mote.training.spans import SplitDocument, split_into_spans
-from mote.training.texts import TextData, load_texts
+from mote.training.texts import MaskedBatches, Masking, SplitDocument, TextData, TextRows, load_texts, split_into_spans
 
 # Texts ---------------------------------------------------------------------------------------------------------------
 
@@ -85,7 +83,7 @@ def test_pairs_and_documents(tmp_path: Path, tokenizer: Any) -> None:
     changes = [*changes, "spans.length=5", "spans.short=0"]
     cuts = load(tmp_path, tokenizer, *changes, recipe="cot-mae-spans").texts["search_document"]
     assert {len(found.spans) for found in cuts} == {2}
-    with pytest.raises(ValueError, match=r"no text is left to train on(.|\n)*too short for two spans of 99 tokens"):
+    with pytest.raises(ValueError, match=r"nothing is left to train on(.|\n)*too short for two spans of 99 tokens"):
         load(tmp_path, tokenizer, *changes, "spans.length=99", recipe="cot-mae-spans")
 
 
