@@ -5,7 +5,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from helpers.paths import SMALL_ENCODER
 
 import mote
 
@@ -23,11 +22,6 @@ def test_results_are_shown_as_tables(fresh_folder: Path) -> None:
     experts = mote.experts.list_experts(str(fresh_folder))
     assert repr(experts) == str(experts)
     assert experts._repr_markdown_().split()[:6] == ["|", "expert", "|", "parameters", "|", "instruction"]
-    plan = mote.plan_upcycling(SMALL_ENCODER, "out")
-    assert repr(plan).startswith("source:            ")
-    assert repr(plan) == str(plan)
-    estimate = mote.estimate_memory(plan.config, batch_size=4, length=8)
-    assert "\n| total  " in repr(estimate)
     evaluation = mote.Evaluation({"a": {"x": 1.0}}, {"x": "STS"})
     assert "| STS (1)                | 1.00 |" in repr(evaluation)
     assert repr(evaluation) == evaluation._repr_markdown_()

@@ -96,8 +96,6 @@ def test_unexpected_errors_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys:
     [
         (["train", "smoke"], "datasets", "train"),
         (["evaluate", "x", "--data", "y"], "mteb", "evaluate"),
-        (["analyze", "x"], "matplotlib", "evaluate"),
-        (["embed", "x", "y", "--out", "z"], "pyarrow", "corpora"),
     ],
 )
 def test_a_missing_extra_is_named(words: list[str], library: str, extra: str) -> None:
