@@ -77,8 +77,9 @@ def on_disk(function: Callable[..., Any]) -> Callable[..., Any]:
     hints = get_type_hints(function, localns=TYPES)
 
     def apply(src: str, options: EditOptions, **arguments: Any) -> None:
-        opened = {name: _opened(arguments.pop(name), hints[name]) for name in positional if name in arguments}
-        transform(src, options, function, **opened, **arguments)
+        opened = {name: _opened(arguments[name], hints[name]) for name in positional if name in arguments}
+        arguments |= opened
+        mote.transform(src, options.out, function, revision=options.revision, options=options, **arguments)
 
     arguments = [other for other in others if other.name in positional]
     named = [other.replace(kind=other.KEYWORD_ONLY) for other in others if other not in arguments]
@@ -87,11 +88,6 @@ def on_disk(function: Callable[..., Any]) -> Callable[..., Any]:
     apply.__annotations__ = {**hints, "src": str, "options": EditOptions}
     apply.__doc__ = re.sub(" model: .*", " src: A MoTE: a folder, or an id on the Hub.", function.__doc__ or "")
     return apply
-
-
-def transform(src: str, options: EditOptions, function: Callable[..., Any], *args: Any, **settings: Any) -> None:
-    """Call `mote.transform` as the command line does."""
-    mote.transform(src, options.out, function, *args, revision=options.revision, options=options, **settings)
 
 
 def _opened(given: Any, annotation: Any) -> Any:

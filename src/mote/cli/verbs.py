@@ -7,7 +7,7 @@ from pkgutil import resolve_name
 from typing import Any, Literal
 
 import mote
-from mote.cli.build import EditOptions, transform
+from mote.cli.build import EditOptions
 from mote.upcycling.options import UpcyclingOptions
 
 
@@ -84,4 +84,5 @@ def export(
     if backend != "torch":
         settings["after"] = partial(runtimes.convert, backend=backend, quantize=quantize, texts=read_texts())
         settings["recorded"] = {"backend": backend, "quantize": quantize}
-    transform(src, options, mote.experts.export, expert, **settings)
+    function = mote.experts.export
+    mote.transform(src, options.out, function, expert, revision=options.revision, options=options, **settings)
