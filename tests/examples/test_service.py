@@ -209,26 +209,21 @@ def check_error(answer: Any, status: int, param: str | None, message: str) -> No
     assert message in error["message"]
 
 
-def test_missing_fields_and_other_paths(server: Server) -> None:
-    check_error(server.embed({"model": NAME, "task": "sts"}), 400, "input", "required")
-    check_error(server.embed({"input": "a", "task": "sts"}), 400, "model", "required")
+def test_other_bodies_and_paths(server: Server) -> None:
     check_error(server.embed([1]), 400, None, "The body")
-    for method, path, body, status in (
-        ("POST", "/v1/embeddings", '{"input": "a', 400),
-        ("POST", "/v1/embeddings", "", 400),
-        ("POST", "/v1/embeddings", b'{"input": "\xff"}', 400),
-        ("POST", "/v1/embeddings", "[" * 100_000, 400),
-        ("GET", "/v1/embeddings", None, 405),
-        ("GET", "/v1/completions", None, 404),
+    for method, path, body, status, message in (
+        ("POST", "/v1/embeddings", '{"input": "a', 400, ""),
+        ("POST", "/v1/embeddings", b'{"input": "\xff"}', 400, ""),
+        ("POST", "/v1/embeddings", "[" * 100_000, 400, ""),
+        ("GET", "/v1/embeddings", None, 405, "there are POST"),
+        ("GET", "/v1/completions", None, 404, "there are POST"),
     ):
         with load.Client(server.url) as client:
             client.connection.request(method, path, body, {"Content-Type": "application/json"})
             response = client.connection.getresponse()
             error = json.loads(response.read())["error"]
-        assert response.status == status
-        assert error["message"]
-        assert ("there are POST" in error["message"]) == (status in (404, 405))
-        assert error["type"] == "invalid_request_error"
+        assert (response.status, error["type"]) == (status, "invalid_request_error")
+        assert message in error["message"]
 
 
 def test_right_experts_under_load_with_bad_requests_in_between(
@@ -265,20 +260,14 @@ def test_without_a_task_the_rules_of_the_model_apply(server: Server, reference: 
 def test_fewer_dimensions_are_of_length_one_again(server: Server, model: SentenceTransformer) -> None:
     request = {"model": NAME, "task": "sts", "input": ["a whale", "a compiler"], "dimensions": 7}
     expected = model.encode(request["input"], prompt_name="sts", truncate_dim=7, normalize_embeddings=True)
-    for encoding in ("float", "base64"):
-        vectors = vectors_of(server.embed({**request, "encoding_format": encoding}))
-        assert vectors.shape == (2, 7)
-        assert abs(vectors - expected).max() < 1e-5
+    assert abs(vectors_of(server.embed(request)) - expected).max() < 1e-5
 
 
 def test_the_client_of_openai(server: Server, reference: Reference) -> None:
     openai = pytest.importorskip("openai")
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        answer = client.embeddings.create(
-            model=NAME, input=["a whale", "a compiler"], extra_body={"task": "search_query"}
-        )
-        for row, text in zip(answer.data, ("a whale", "a compiler"), strict=True):
-            assert abs(np.array(row.embedding) - reference(text, "search_query")).max() < 1e-5
+        answer = client.embeddings.create(model=NAME, input=["a whale"], extra_body={"task": "search_query"})
+        assert abs(np.array(answer.data[0].embedding) - reference("a whale", "search_query")).max() < 1e-5
         assert answer.usage.prompt_tokens > 0
         assert [entry.id for entry in client.models.list()] == [NAME]
         config = reference.model[0].config
@@ -289,8 +278,6 @@ def test_the_client_of_openai(server: Server, reference: Reference) -> None:
         with pytest.raises(openai.BadRequestError, match="Did you mean 'search_query'") as raised:
             client.embeddings.create(model=NAME, input="a whale", extra_body={"task": "serch_query"})
         assert raised.value.param == "task"
-        with pytest.raises(openai.NotFoundError, match="No model 'other' here"):
-            client.embeddings.create(model="other", input="a whale")
 
 
 # Limits, and the end ---------------------------------------------------------------------------------------------
