@@ -55,7 +55,7 @@ def kill_at_random(whole: Path, killed: Path, kills: int, *command: str) -> list
 
 
 def _in_a_process(function: Callable[..., None], *arguments: object) -> list[str]:
-    words = [sys.executable, __file__, function.__name__, *map(str, arguments)]
+    words = [sys.executable, "-P", __file__, function.__name__, *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
