@@ -85,14 +85,9 @@ def application(words: Sequence[str]) -> App:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
+    """Run the command line, by default with the arguments of the process, and return the exit status.
 
-    Args:
-        argv: Arguments after the program's name. Default: those of the process.
-
-    Returns:
-        The exit status: 0; 1 after an error and 2 after a usage error, which are printed in one line; 130 or 143 after
-        SIGINT or SIGTERM.
+    It is 0; 1 after an error and 2 after a usage error, which are printed in one line; 130 or 143 after a signal.
     """
     words = sys.argv[1:] if argv is None else argv
     console_logging()
