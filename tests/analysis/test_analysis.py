@@ -213,9 +213,7 @@ def test_pairs_take_their_own_roles(trained_folder: Path, model: SentenceTransfo
     with gzip.open(file, "wt", encoding="utf-8") as lines:
         lines.writelines(json.dumps(row) + "\n" for row in rows)
     found = analyze([trained_folder], texts=TEXTS, pairs=file)
-    layout = found.models[0].layout
-    assert layout is not None
-    assert layout.shape == (12, 2)
+    assert np.shape(found.models[0].layout) == (12, 2)
     queries = model.encode(TEXTS, prompt_name="search_query")
     documents = model.encode([f"{text}, said at length" for text in TEXTS], prompt_name="search_document")
     expected = (queries * documents).sum(1) / np.linalg.norm(queries, axis=1) / np.linalg.norm(documents, axis=1)

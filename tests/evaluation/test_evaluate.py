@@ -221,12 +221,10 @@ def test_a_killed_run_resumes(data: Path, tmp_path: Path, caplog: pytest.LogCapt
                 os.kill(process.pid, signal.SIGKILL)
                 break
     assert 1 <= len(results(killed)) < 4
-    with caplog.at_level(logging.INFO, "mote"):
-        resumed = evaluate([str(SMALL_ENCODER)], data=data, out=killed)
+    caplog.set_level(logging.INFO, "mote")
+    resumed, undisturbed = (evaluate(SMALL_ENCODER, data=data, out=out) for out in (killed, whole))
     assert any(line.endswith("(cached)") for line in caplog.messages)
-    assert resumed.scores["small-encoder"] == pytest.approx(
-        evaluate([str(SMALL_ENCODER)], data=data, out=whole).scores["small-encoder"]
-    )
+    assert resumed.scores["small-encoder"] == pytest.approx(undisturbed.scores["small-encoder"])
 
 
 def test_an_interrupted_run_says_how_to_resume(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,11 +274,6 @@ def test_arguments_are_checked_before_weights_are_hashed(
     monkeypatch.delattr(evaluating, "commit_of")
     with pytest.raises(ValueError, match=r"lexical|part9|template"):
         evaluate(SMALL_ENCODER, data=data, **setting)
-
-
-def test_options_are_one_object_or_keywords(data: Path, tmp_path: Path) -> None:
-    options = EvaluateOptions(data=data, tasks=["sts/part0"], limit=20)
-    assert evaluate(SMALL_ENCODER, tmp_path, options, limit=10).settings["limit"] == 10
 
 
 def test_invalid_models(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
