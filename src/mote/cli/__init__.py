@@ -42,7 +42,7 @@ VERBS = {
     "analyze": Verb("analysis.analyze:analyze", "Show how far experts have specialised.", "evaluate"),
     "embed": Verb("corpora.embed:embed_corpus", "Embed a corpus into sharded parquet files.", "corpora"),
     "mine": Verb("corpora.mining:mine_negatives", "Mine hard negatives for datasets of pairs.", "corpora"),
-    "filter": Verb("corpora.filtering:filter_pairs", "Drop the pairs that a model does not confirm.", "corpora"),
+    "filter": Verb("corpora.mining:filter_pairs", "Drop the pairs that a model does not confirm.", "corpora"),
     "average": Verb("experts:average", "Average the experts into a dense model."),
     "interpolate": Verb("experts:interpolate", "Move experts towards their mean."),
     "export": Verb("cli.verbs:export", "Write one expert as a dense model."),
