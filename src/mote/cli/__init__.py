@@ -29,15 +29,9 @@ class Verb(NamedTuple):
 
 VERBS = {
     "upcycle": Verb("cli.verbs:upcycle", "Turn a dense text encoder into a MoTE."),
-    "lengthen": Verb(
-        "lengthening:lengthen", "Replace an encoder's learned positions by rotary ones, for longer texts."
-    ),
+    "lengthen": Verb("lengthening:lengthen", "Give an encoder rotary positions, for longer texts."),
     "train": Verb("cli.verbs:train", "Train a model from a recipe.", "train"),
-    "pretrain": Verb(
-        "cli.verbs:pretrain",
-        "Pre-train a model on plain text: masked language modelling, alone or with a decoder (CoT-MAE).",
-        "train",
-    ),
+    "pretrain": Verb("cli.verbs:pretrain", "Pre-train a model on plain text, alone or with a decoder.", "train"),
     "evaluate": Verb("evaluation.evaluate:evaluate", "Score models with MTEB.", "evaluate"),
     "analyze": Verb("analysis.analyze:analyze", "Show how far experts have specialised.", "evaluate"),
     "embed": Verb("corpora.embed:embed_corpus", "Embed a corpus into sharded parquet files.", "corpora"),
