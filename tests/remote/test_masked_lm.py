@@ -91,7 +91,7 @@ def test_every_expert_predicts_as_the_native_model(name: str, tmp_path: Path) ->
         assert found.loss.equal(expected.loss)
     mixed = model(**inputs, task=EXPERTS * 2)
     assert real_difference(mixed.logits, expected.logits, inputs["attention_mask"]) <= 2e-7
-    assert abs(mixed.loss - expected.loss) <= 2e-7
+    assert abs(mixed.loss - expected.loss) <= 1e-6  # two steps of a float32 of this size
     tied = native.get_output_embeddings().weight is native.get_input_embeddings().weight
     assert tied == (name != "eurobert")
     for one in (model, native):  # the new tokens' weights are drawn: give them those of the native model
