@@ -197,20 +197,6 @@ def test_a_damaged_model_has_no_scores(change: Any, tasks: list[str], said: str,
 
 
 @pytest.mark.processes
-def test_the_command_writes_tables_and_scores(fresh_folder: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mote", "evaluate", f"dense={SMALL_ENCODER}", fresh_folder, "--data", EXAMPLES]
-    words = ["--task", "sts/*", "--task", "summarization/*", "--reference", "dense", "--limit", "30", "--out", tmp_path]
-    done = subprocess.run([*command, *words, "--trust-remote-code"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")  # libraries are silent
-    assert "--limit 30" in done.stdout
-    evaluation = Evaluation.from_json((tmp_path / "scores.json").read_text())
-    assert evaluation.reference == "dense"
-    assert str(evaluation) in done.stdout
-    assert str(evaluation) in (tmp_path / "scores.md").read_text()
-    assert not list(tmp_path.glob(".*"))
-
-
-@pytest.mark.processes
 def test_a_killed_run_resumes(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     command = [sys.executable, "-m", "mote", "evaluate", str(SMALL_ENCODER), "--data", str(data), "--out", str(killed)]
@@ -240,9 +226,6 @@ def test_an_interrupted_run_says_how_to_resume(data: Path, tmp_path: Path, monke
         evaluate(SMALL_ENCODER, data=data, out=tmp_path)
 
 
-# Invalid arguments ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -262,18 +245,6 @@ def test_invalid_arguments(words: list[str], said: str, data: Path, capsys: pyte
     words = [str(data) if word == "DATA" else word for word in words]
     assert main(["evaluate", str(SMALL_ENCODER), *words]) == (2 if said.startswith(("Invalid", "greater")) else 1)
     assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [{"retrieval": "lexical"}, {"tasks": ["part9"]}, {"definitions": {"part9": "x"}}, {"template": "{definition}"}],
-)
-def test_arguments_are_checked_before_weights_are_hashed(
-    setting: dict[str, Any], data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(evaluating, "commit_of")
-    with pytest.raises(ValueError, match=r"lexical|part9|template"):
-        evaluate(SMALL_ENCODER, data=data, **setting)
 
 
 def test_invalid_models(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,9 +267,6 @@ def test_invalid_models(data: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
         printed = capsys.readouterr()
         assert said in printed.err
         assert "Model 1" not in printed.out  # known before the work begins
-
-
-# The cache ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.long

@@ -92,9 +92,6 @@ def test_scores_that_do_not_hold_are_refused() -> None:
         Evaluation({"a": {"s1": 1.0}}, {"s1": "STS"}, reference="c")
 
 
-# Significance --------------------------------------------------------------------------------------------------------
-
-
 def of_scores(ours: list[float], theirs: list[float]) -> Evaluation:
     names = [f"d{index}" for index in range(len(ours))]
     scores = {"ours": dict(zip(names, ours, strict=True)), "theirs": dict(zip(names, theirs, strict=True))}

@@ -65,9 +65,6 @@ def score(model: SentenceTransformer, task: Any) -> float:
     return float(result.get_score())
 
 
-# The seven types, each scored by mteb and without it ------------------------------------------------------------------
-
-
 Embed = Callable[[Sequence[str]], np.ndarray]
 
 
@@ -174,8 +171,6 @@ def test_each_type_scores_what_is_worked_out_without_mteb(path: str, encoder: Se
     assert score(encoder, task) == pytest.approx(WITHOUT_MTEB[path](encoder.encode), abs=1e-5)
 
 
-# The right expert ----------------------------------------------------------------------------------------------------
-
 EXPERTS = {"Clustering": {"clustering"}, "Retrieval": {"search_query", "search_document"}}
 EXPERTS["Reranking"] = EXPERTS["Retrieval"]
 
@@ -212,9 +207,6 @@ def test_each_type_and_role_reaches_its_expert_with_its_instruction(path: str, t
 
 def words(model: SentenceTransformer, text: str) -> list[str]:
     return model.tokenizer.tokenize(text)
-
-
-# Which sets, under which names ---------------------------------------------------------------------------------------
 
 
 def names(*patterns: str) -> list[str]:
@@ -263,9 +255,6 @@ def test_the_revision_tells_data_and_limit(tmp_path: Path) -> None:
         qrels.write("\n")
     changed = [path for path, old, new in zip(TYPES, before, revisions(tmp_path / "copy"), strict=True) if old != new]
     assert changed == ["classification/banking77", "beir/arxiv"]
-
-
-# Splits and limits ---------------------------------------------------------------------------------------------------
 
 
 def test_a_few_rows_with_labels_of_their_own_count_as_missed(tmp_path: Path, encoder: SentenceTransformer) -> None:
@@ -318,9 +307,6 @@ def test_a_document_with_the_id_of_its_query_is_found(tmp_path: Path, encoder: S
     titled = [{"_id": name, "title": topic, "text": "see above"} for name, topic in topics.items()]
     write_rows(tmp_path / "beir/made/corpus.jsonl", titled)
     assert score(encoder, load_tasks(tmp_path)[0]) == 1
-
-
-# What is published of the source -------------------------------------------------------------------------------------
 
 
 def scores(path: Path, data: Path, sets: list[str]) -> dict[str, float]:
