@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import shutil
 from itertools import islice
 from pathlib import Path
@@ -227,32 +228,17 @@ def test_two_processes_start_once_and_change_nothing(data: Path, model: Path, mo
     assert starts == [["cpu", "cpu"]]
 
 
-def test_an_interrupted_run_says_that_it_resumes(
-    data: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_interrupted_run_keeps_its_blocks_and_says_that_it_resumes(
+    data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = contents(mine(data, model, "whole", relative_margin=-1))
-    write, calls = runs.write_rows, []
-
-    def stop(path: Path, rows: Any) -> None:
-        calls.append(path)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        write(path, rows)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(runs, "write_rows", stop)
-        words = ["mine", "retrieval/*", "--model", str(model), "--data", str(data), "--out", str(data.parent / "mined")]
-        assert main([*words, "--negatives", "3", "--depth", "20", "--relative-margin", "-1"]) == 130
-    assert HOW_TO_RESUME in capsys.readouterr().err
-    assert contents(mine(data, model, relative_margin=-1)) == expected
-
-
-def test_an_interrupted_run_of_bm25_keeps_its_blocks(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "BLOCK", 10)
-    monkeypatch.setattr(runs, "write_rows", Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        mine(data, "bm25")
+    whole = contents(mine(data, "bm25", "whole"))
+    with monkeypatch.context() as patched:
+        patched.setattr(runs, "write_rows", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt, match=re.escape(HOW_TO_RESUME)):
+            mine(data, "bm25")
     assert len([*(data.parent / "mined/.work").rglob("block-*.npz")]) == 4
+    assert contents(mine(data, "bm25")) == whole
 
 
 @pytest.mark.processes
@@ -285,12 +271,6 @@ def test_rows_that_cannot_be_mined(rows: list[dict[str, Any]], message: str, dat
     write_rows(data / f"retrieval/few/train.{'parquet' if packed else 'jsonl'}", rows)
     with pytest.raises(ValueError, match=message):
         mine(data, "bm25")
-
-
-def test_an_unknown_task(data: Path, model: Path) -> None:
-    with pytest.raises(ValueError, match="Unknown task 'questions'"):
-        mine(data, model, query_task="questions")
-    assert not (data.parent / "mined").exists()
 
 
 @pytest.mark.parametrize("retrieval", ["sparse", "hybrid"])

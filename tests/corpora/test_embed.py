@@ -225,6 +225,7 @@ def test_a_damaged_shard_is_made_again(model: Path, corpus: Path) -> None:
         ("shard-00000.parquet", "mine", "holds other files, or another run"),
         ("manifest.json", "{", "is not valid JSON"),
         ("manifest.json", '{"files": {"notes.txt": {}}}', "another run, which differs in format"),
+        ("manifest.json", '{"files": {}}', "another run, which differs in format"),
     ],
 )
 def test_what_others_left_is_not_touched(name: str, text: str, message: str, model: Path, corpus: Path) -> None:

@@ -105,9 +105,6 @@ def map_blocks(
     return {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
 
 
-# The teacher ---------------------------------------------------------------------------------------------------------
-
-
 def _ranker(texts: PairTexts, encoder: Encoder, options: PairOptions, work: Path) -> Ranker:
     """Make a ranker; the model is loaded if any embedding is missing, and stays loaded."""
     folder = options.embeddings or work
