@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from mote.training.recipe import Recipe, load_recipe
+from mote.training.recipe import Recipe
+from mote.training.recipe_files import load_recipe
 from research.scores import START
 
 SEARCH = ("beir/*", "reranking/*")

@@ -46,7 +46,7 @@ def labelled(**counts: int) -> list[dict[str, Any]]:
     return [{"text": f"{label} {i}", "label": label} for label, count in counts.items() for i in range(count)]
 
 
-def negatives_of(data: TrainingData) -> list[list[str]]:
-    rows = only(data).rows
+def negatives_of(data: TrainingData, name: str | None = None) -> list[list[str]]:
+    rows = (data.sets[name] if name else only(data)).rows
     columns = [column for column in rows.column_names if column.startswith("negative")]
     return [[row[column] for column in columns] for row in rows]

@@ -1,40 +1,28 @@
 """Which rows make up a batch, for one process and for several."""
 
+from bisect import bisect_right
 from collections import Counter
+from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset
+from torch.utils.data import ConcatDataset
 
 from mote.training.batches import EvenBatchSampler, TaskBatchSampler
 
 SIZES = [1000, 377, 64, 5]
 
 
-class Rows(Dataset):
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
 def sampler_of(sizes: list[int] = SIZES, batch_size: int = 128, processes: int = 1, seed: int = 0) -> TaskBatchSampler:
     generator = torch.Generator()
-    sets = [Rows(size) for size in sizes]
+    sets: list[Any] = [range(size) for size in sizes]
     samplers = [EvenBatchSampler(rows, batch_size, processes, generator=generator, seed=seed) for rows in sets]
     return TaskBatchSampler(ConcatDataset(sets), batch_samplers=samplers, generator=generator, seed=seed)
 
 
-def set_of(row: int, sizes: list[int] = SIZES) -> int:
-    for index, size in enumerate(sizes):
-        if row < size:
-            return index
-        row -= size
-    raise IndexError(row)
+def set_of(row: int) -> int:
+    return bisect_right([*accumulate(SIZES)], row)
 
 
 def test_every_row_once_in_even_batches_of_one_set_in_random_order() -> None:
@@ -65,16 +53,13 @@ def test_the_order_depends_on_seed_and_epoch_alone() -> None:
 
 
 def test_processes_get_parts_of_the_same_batches_as_one_process() -> None:
-    whole = list(sampler_of())
-    parts = list(sampler_of(processes=2))
-    pairs = [parts[i] + parts[i + 1] for i in range(0, len(parts), 2)]
-    assert len(pairs) == len(whole)
-    assert all(len(parts[i]) == len(parts[i + 1]) for i in range(0, len(parts), 2))
-    assert Counter(set_of(batch[0]) for batch in pairs) == Counter(set_of(batch[0]) for batch in whole)
-    # where sizes are even the rows are the same ones
-    assert sorted(map(tuple, sampler_of([512, 64]))) == sorted(
-        tuple(first + second) for first, second in zip(*[iter(sampler_of([512, 64], processes=2))] * 2, strict=True)
-    )
+    def joined(sizes: list[int]) -> list[list[int]]:
+        parts = list(sampler_of(sizes, processes=2))
+        assert [*map(len, parts[::2])] == [*map(len, parts[1::2])]
+        return [first + second for first, second in zip(parts[::2], parts[1::2], strict=True)]
+
+    assert Counter(set_of(batch[0]) for batch in joined(SIZES)) == Counter(set_of(batch[0]) for batch in sampler_of())
+    assert sorted(joined([512, 64])) == sorted(sampler_of([512, 64]))  # where sizes are even the rows are the same ones
 
 
 @pytest.mark.parametrize(
@@ -82,7 +67,7 @@ def test_processes_get_parts_of_the_same_batches_as_one_process() -> None:
     [(1003, 4, [500, 500]), (1023, 4, [340] * 3), (3, 4, []), (1003, 1, [335, 334, 334])],
 )
 def test_what_the_processes_cannot_share_is_dropped(rows: int, processes: int, sizes: list[int]) -> None:
-    assert EvenBatchSampler(Rows(rows), 500, processes).sizes == sizes
+    assert EvenBatchSampler(range(rows), 500, processes).sizes == sizes
 
 
 @pytest.mark.parametrize("processes", [2, 4])

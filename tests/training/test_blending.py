@@ -54,15 +54,11 @@ def test_a_batch_is_its_tasks_computed_separately(kind: str, more: str, tiny: Pa
     loss.backward()
     found = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
     model.zero_grad()
-    total = 0.0
+    total, routed = 0.0, kind == "mote"
     for number, part in enumerate(training_set.parts):
         own = [row for row, of_part in zip(rows, numbers, strict=True) if of_part == number]
         features = [
-            model.preprocess(
-                [row[column] for row in own],
-                prompt=f"{task}: ",
-                **({"task": task} if kind == "mote" else {}),
-            )
+            model.preprocess([row[column] for row in own], prompt=f"{task}: ", **({"task": task} if routed else {}))
             for column, task in part.column_tasks.items()
         ]
         count, task = len(part.column_tasks), part.settings
@@ -124,9 +120,3 @@ def test_scored_pairs_in_both_directions(tmp_path: Path) -> None:
     assert next(row["negative_1"] for row in training_set.rows if row["anchor"] == "a") == "e"  # it scores low
     for row in training_set.rows:
         assert len({row["anchor"], row["positive"], row["negative_1"], row["negative_2"]}) == 4
-
-
-def test_a_task_without_negatives_is_refused(tiny: Path, data: Path, tmp_path: Path) -> None:
-    override = "tasks.retrieval.in_batch_negatives=false"
-    with pytest.raises(ValueError, match="have no negatives: in_batch_negatives is false"):
-        plan(tmp_path / "recipe.yaml", blended(tiny, data, tmp_path / "run", override))

@@ -43,13 +43,11 @@ def objective(weights: dict[str, torch.Tensor], settings: DecoderSettings) -> tu
     names = {}
     for ours, _ in found.named_parameters():
         part, _, path = ours.partition(".")
+        place, _, rest = path.partition(".")
         if part == "decoder":
-            number = "after." if path.startswith("after.") else "layers."
-            original = {"after.": "d_head_ln_f.", "layers.": layer_prefix}[number] + path.removeprefix(number)
-        elif path.startswith("head."):
-            original = path.removeprefix("head.")
+            original = {"after": "d_head_ln_f.", "layers": layer_prefix}[place] + rest
         else:
-            original = f"bert.{weight_name(path, tasks).dense}"
+            original = rest if place == "head" else f"bert.{weight_name(path, tasks).dense}"
         names[original] = ours
     return found.eval(), names
 
@@ -60,11 +58,9 @@ def test_losses_and_gradients(window: Any) -> None:
     prefix = "" if two_layers else "lm."
     name = "cotmae" if two_layers else "cotmae_qc"
     found = load_file(REFERENCE / f"{name}.safetensors")
-    settings = (
-        DecoderSettings()
-        if two_layers
-        else DecoderSettings(kind="autoregressive", layers=1, attention_window=None if window < 0 else window)
-    )
+    settings = DecoderSettings()
+    if not two_layers:
+        settings = DecoderSettings(kind="autoregressive", layers=1, attention_window=None if window < 0 else window)
     model, names = objective({key.removeprefix(prefix): weight for key, weight in found.items()}, settings)
     expected = json.loads((REFERENCE / "expected.json").read_text())[name]
     batch = load_file(REFERENCE / f"{name}_expected.safetensors")

@@ -139,10 +139,8 @@ def gradients(model: SentenceTransformer, loss: torch.nn.Module, labels: torch.T
 
 
 def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
     assert len(one) > 10
-    for name in one:
-        assert (one[name] - other[name]).abs().max().item() <= 1e-5, name
+    torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 64])
@@ -154,18 +152,6 @@ def test_gradient_caching_equals_the_whole_batch(model: SentenceTransformer, siz
     kept = InfoNCELoss(model, task, mini_batch_size=size, gradient_caching=False)
     assert not kept.uses_gradient_cache
     assert_same(plain, gradients(model, kept, labels))
-
-
-def test_without_gradient_caching_a_text_is_embedded_once(model: SentenceTransformer) -> None:
-    rows: list[int] = []
-    handle = model.register_forward_pre_hook(lambda module, inputs: rows.append(len(inputs[0]["input_ids"])))
-    gradients(model, InfoNCELoss(model, task_of(), mini_batch_size=2), None)
-    cached = list(rows)
-    rows.clear()
-    gradients(model, InfoNCELoss(model, task_of(), mini_batch_size=2, gradient_caching=False), None)
-    handle.remove()
-    assert rows == [2, 2, 1] * 3
-    assert cached == rows * 2
 
 
 def test_it_equals_the_librarys_loss_without_false_negatives(model: SentenceTransformer) -> None:
@@ -237,8 +223,5 @@ def test_every_other_loss_of_the_library_can_be_made(model: SentenceTransformer,
 def test_invalid_losses_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_loss("sts", task_of(**changes))
-
-
-def test_sparse_vectors_need_info_nce() -> None:
     with pytest.raises(ValueError, match="unknown loss of sparse vectors 'CoSENTLoss'"):
         check_loss("sts", task_of(loss="CoSENTLoss"), sparse=True)

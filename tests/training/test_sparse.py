@@ -1,35 +1,32 @@
 """Sparse encoders trained by a recipe: the library's SpladeLoss around our InfoNCE."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.datasets import write
 from helpers.families import make_different
 from helpers.runs import break_off, built_loss, overrides, train_step, weights
 from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder import losses
 
 from mote import upcycle
-from mote.training.recipe import load_recipe
+from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import START_FOLDER
 from mote.training.train import plan, train
 
 ROWS = [
-    {"anchor": f"what is {word}", "positive": f"{word} is a thing of its own", "negative": f"nothing about {other}"}
-    for word, other in zip(
-        ["salt", "wood", "iron", "glass", "rope", "wax"] * 4, "abcdefghijklmnopqrstuvwx", strict=True
-    )
+    {"anchor": f"what is {word}", "positive": f"{word} is a thing of its own", "negative": f"nothing about {number}"}
+    for number, word in enumerate(["salt", "wood", "iron", "glass", "rope", "wax"] * 4)
 ]
 
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "retrieval" / "things"
-    folder.mkdir(parents=True)
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return folder.parents[1]
+    folder = tmp_path_factory.mktemp("data")
+    write(folder, "retrieval/things", ROWS)
+    return folder
 
 
 def settings(source: Path, data: Path, out: Path, *more: str) -> list[str]:

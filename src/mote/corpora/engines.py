@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from huggingface_hub.utils import tqdm
@@ -18,6 +18,14 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 logger = logging.getLogger(__name__)
+
+
+class Shard(NamedTuple):
+    """A shard that was written: its number, its rows, and the dimension of the embeddings."""
+
+    number: int
+    rows: int
+    dimension: int
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,7 @@ class Job:
         """Return the number of rows of a shard."""
         return min(self.shard_size, len(self.texts) - number * self.shard_size)
 
-    def embed(self, number: int, encoder: Encoder, progress: Callable[[int], object] = lambda _: None) -> None:
+    def embed(self, number: int, encoder: Encoder, progress: Callable[[int], object] = lambda _: None) -> Shard:
         """Embed a shard and write it; `progress` is called with the number of newly embedded texts."""
         columns = self.texts[number * self.shard_size : (number + 1) * self.shard_size]
         by_task: dict[str | None, list[int]] = {}
@@ -55,18 +63,26 @@ class Job:
             for batch in encoder.encode(columns["text"], rows, task or self.task, self.prompt):
                 batches.append(batch)
                 progress(len(batch[0]))
-        write_shard(self.file(number), columns["id"], _in_order(batches), self.dtype)
+        embeddings = _in_order(batches)
+        write_shard(self.file(number), columns["id"], embeddings, self.dtype)
+        return Shard(number, *embeddings.shape)
 
 
 def _in_order(batches: list[tuple[list[int], Any]]) -> Any:
     """Join the embeddings of batches, in the order of their rows."""
-    places = np.argsort(np.concatenate([rows for rows, _ in batches]))
-    vectors = [vectors for _, vectors in batches]
-    if isinstance(vectors[0], np.ndarray):
-        return np.concatenate(vectors)[places]
-    from scipy.sparse import vstack
+    first = batches[0][1]
+    rows = [row for of_batch, _ in batches for row in of_batch]
+    if not isinstance(first, np.ndarray):
+        from scipy.sparse import vstack
 
-    return vstack(vectors, format="csr")[places]
+        return vstack([vectors for _, vectors in batches], format="csr")[np.argsort(rows)]
+    embeddings = np.empty((len(rows), first.shape[1]), np.float32)
+    for of_batch, vectors in batches:
+        embeddings[of_batch] = vectors
+    return embeddings
+
+
+# Files ---------------------------------------------------------------------------------------------------------------
 
 
 def write_shard(path: Path, ids: Sequence[str], embeddings: Any, dtype: str = "float32") -> None:
@@ -84,7 +100,8 @@ def write_shard(path: Path, ids: Sequence[str], embeddings: Any, dtype: str = "f
         stored = embeddings.astype(dtype)
     broken = np.flatnonzero(~np.isfinite(stored).all(axis=1))
     if len(broken):
-        raise ValueError(f"{len(broken)} embeddings are not finite in {dtype}, first that of {ids[broken[0]]!r}")
+        first, count = ids[broken[0]], f"{len(broken)} of {len(ids)}"
+        raise ValueError(f"the embedding of {first!r} is not finite in {dtype} (in its shard {count} are not)")
     lists = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(stored.reshape(-1)), stored.shape[1])
     shard = pyarrow.table({"id": pyarrow.array(ids, pyarrow.string()), "embedding": lists})
     with replaced(path) as unfinished:
@@ -97,39 +114,45 @@ def read_shard(path: Path) -> Any:
         from scipy.sparse import load_npz
 
         return load_npz(path)
+    column = read_column(path, "embedding")
+    return column.flatten().to_numpy().reshape(len(column), -1).astype(np.float32)
+
+
+def read_column(path: Path, name: str) -> Any:
+    """Read a column of a shard: a pyarrow array."""
     from pyarrow import parquet
 
-    column = parquet.read_table(path, columns=["embedding"], partitioning=None)["embedding"].combine_chunks()
-    return column.flatten().to_numpy().reshape(len(column), -1).astype(np.float32)
+    return parquet.read_table(path, columns=[name], partitioning=None)[name].combine_chunks()
 
 
 # Engines -------------------------------------------------------------------------------------------------------------
 
 
-def run(job: Job, numbers: Sequence[int], encoder: Encoder) -> Iterator[int]:
-    """Embed shards of a job on the engine that the encoder's options name; yield the number of each written one."""
+def run(job: Job, numbers: Sequence[int], encoder: Encoder) -> Iterator[Shard]:
+    """Embed shards of a job on the engine that the encoder's options name, and show the progress."""
     if not numbers:
         return
     for task in {job.task, *job.texts.unique("task")}:
         encoder.arguments(task, job.prompt)
-    engine = _on_ray if encoder.options.engine == "ray" else _here
+    total, engine = len(job.texts), _on_ray if encoder.options.engine == "ray" else _here
     with (
-        tqdm(total=sum(map(job.rows, numbers)), unit=" texts", desc="Embedding", disable=None) as bar,
+        tqdm(
+            total=total, initial=total - sum(map(job.rows, numbers)), unit=" texts", desc="Embedding", disable=None
+        ) as bar,
         closing(engine(job, numbers, encoder, bar.update)) as shards,
     ):
-        for number in shards:
-            yield number
+        for shard in shards:
+            yield shard
             if bar.disable:
-                logger.info("Shard %d of %d is embedded", number + 1, len(job))
+                logger.info("Shard %d of %d is embedded", shard.number + 1, len(job))
 
 
-def _here(job: Job, numbers: Sequence[int], encoder: Encoder, progress: Callable[[int], object]) -> Generator[int]:
+def _here(job: Job, numbers: Sequence[int], encoder: Encoder, progress: Callable[[int], object]) -> Generator[Shard]:
     for number in numbers:
-        job.embed(number, encoder, progress)
-        yield number
+        yield job.embed(number, encoder, progress)
 
 
-def _on_ray(job: Job, numbers: Sequence[int], encoder: Encoder, progress: Callable[[int], object]) -> Generator[int]:
+def _on_ray(job: Job, numbers: Sequence[int], encoder: Encoder, progress: Callable[[int], object]) -> Generator[Shard]:
     """Embed shards through Ray Data; the workers write them to storage that all of them share.
 
     Ray finds the cluster: the one in `RAY_ADDRESS`, the one that this machine belongs to, or a new one on it.
@@ -142,7 +165,7 @@ def _on_ray(job: Job, numbers: Sequence[int], encoder: Encoder, progress: Callab
     try:
         logging.getLogger("ray.data").setLevel(logging.ERROR)
         ray.data.DataContext.get_current().enable_progress_bars = False  # there is one already
-        options = encoder.options.model_copy(update={"engine": "local", "revision": encoder.commit})
+        options = encoder.options.model_copy(update={"engine": "local", "device": None, "revision": encoder.commit})
         source = str(Path(encoder.source).absolute()) if Path(encoder.source).is_dir() else encoder.source
         items = [{"number": number} for number in numbers]
         results = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
@@ -155,8 +178,8 @@ def _on_ray(job: Job, numbers: Sequence[int], encoder: Encoder, progress: Callab
         for row in results.iter_rows():
             if "error" in row:
                 raise row["error"]
-            progress(job.rows(row["number"]))
-            yield row["number"]
+            progress(row["shard"]["rows"])
+            yield Shard(**row["shard"])
     finally:
         if not connected:
             ray.shutdown()
@@ -185,9 +208,8 @@ class _Worker:
         self.job, self.encoder = job, Encoder(source, options, sparse)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Embed a shard. Errors are returned as results: in one that was raised, Ray hides the cause."""
+        """Embed some shards. Errors are returned as results: in one that was raised, Ray hides the cause."""
         try:
-            self.job.embed(int(batch["number"][0]), self.encoder)
-            return batch
+            return {"shard": [self.job.embed(int(number), self.encoder)._asdict() for number in batch["number"]]}
         except (OSError, ValueError) as error:
             return {"error": [error]}

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 HUB = "hub:"
 ENDINGS = (".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
 TEXT_ENDINGS = (".txt", ".txt.gz")
-PARQUET_BATCH = 4096  # rows in memory at once, besides those of the parquet file's reader
+PARQUET_BATCH = 4096
+"""Rows of a parquet file held in memory at once, besides those of its reader."""
 
 # Some exports append a hash to the names.
 _SHARD = re.compile(r"(\d+)-of-(\d+)\b")
