@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from mote.training.recipe import Recipe
-from mote.training.recipe_files import load_recipe
+from mote.training.recipe import Recipe, load_recipe
 from research.scores import START
 
 SEARCH = ("beir/*", "reranking/*")

@@ -22,8 +22,7 @@ from safetensors.torch import load_file, save_file
 
 import mote
 from mote.reporting import console_logging, table
-from mote.training.recipe import Recipe
-from mote.training.recipe_files import load_recipe
+from mote.training.recipe import Recipe, load_recipe
 from mote.training.run_folder import fixed_settings
 from research import scores as stored
 from research.data import copy_without_tests, digest_of_rows, digest_of_tests

@@ -139,8 +139,6 @@ def test_completion() -> None:
     assert "--instruction-pooling" in script
 
 
-# Wrong command lines -------------------------------------------------------------------------------------------------
-
 VALUES = ["", "-1", "0", "nan", "1e999", "9" * 30, "many", "a=b=c", "=", "../..", "two\nlines", "🐋", "\0", "--"]
 SOURCES = ["/nowhere", "/dev/null", "", ".", "\0", "user/name/more", "x" * 5000, "two\nlines", "user/name"]
 

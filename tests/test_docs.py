@@ -14,8 +14,7 @@ from mote.cli import VERBS
 from mote.remote.architectures_mote import ARCHITECTURES
 from mote.settings import Settings
 from mote.training.pretraining_recipe import PretrainingRecipe
-from mote.training.recipe import Recipe
-from mote.training.recipe_files import shipped_recipes
+from mote.training.recipe import Recipe, shipped_recipes
 from mote.upcycling.options import UpcyclingOptions
 from scripts import mkdocs_hooks
 

@@ -82,10 +82,8 @@ def test_the_folder_is_complete(upcycled: Path) -> None:
     assert (config["model_type"], config["architectures"]) == ("mote", ["MoTEModel"])
     for name in CODE:
         assert (upcycled / name).read_bytes() == (REMOTE / name).read_bytes()
-    assert [module["type"].rsplit(".", 1)[-1] for module in read_json(upcycled / "modules.json")] == [
-        "MoTETransformer",
-        "Pooling",
-    ]
+    modules = [module["type"].rpartition(".")[2] for module in read_json(upcycled / "modules.json")]
+    assert modules == ["MoTETransformer", "Pooling"]
     assert read_json(upcycled / "sentence_bert_config.json")["max_seq_length"] == 512
     settings = read_json(upcycled / "config_sentence_transformers.json")
     assert set(settings["__version__"]) == {"sentence_transformers", "transformers", "pytorch"}
@@ -232,14 +230,8 @@ def test_it_loads_without_the_project_and_reads_only_the_experts_asked_for(
 
 
 def test_the_script_as_a_process(dense: Path, upcycled: Path, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        str(ROOT / "upcycle.py"),
-        "--src",
-        os.path.relpath(dense, tmp_path),
-        "--out",
-        "tiny-mote",
-    ]
+    arguments = ["--src", os.path.relpath(dense, tmp_path), "--out", "tiny-mote"]
+    command = [sys.executable, str(ROOT / "upcycle.py"), *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Traceback" not in done.stderr
@@ -290,11 +282,7 @@ def test_weights_in_several_files(dense: Path, upcycled: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        *(
-            ({"max_shard_size": size}, r"(?s)max_shard_size.*String should match pattern.*KMGT")
-            for size in ("", "0GB", "-5GB", "5")
-        ),
-        ({"routing": "text"}, r"(?s)routing.*Input should be 'task' or 'token'.*'text'"),
+        ({"max_shard_size": "5"}, r"(?s)max_shard_size.*String should match pattern.*KMGT"),
         ({"max_active_dims": 3}, "max_active_dims cannot be chosen, it is for sparse vectors"),
         ({"num_experts": 3}, "num_experts cannot be chosen, it is for token routing: add `--routing token`"),
     ],
@@ -333,9 +321,7 @@ def test_a_dry_run_writes_nothing(
 @pytest.mark.parametrize(
     ("argument", "layers", "with_experts"),
     [
-        ("every", "every", {0, 1, 2, 3}),
         ("every_other", "every_other", {1, 3}),
-        ("2", [2], {2}),
         ("3,0", [3, 0], {0, 3}),
     ],
 )
@@ -382,9 +368,8 @@ def test_tasks_instructions_and_a_default(dense: Path, tmp_path: Path) -> None:
 
 def test_a_model_named_after_its_source(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert upcycle(str(dense) + "/").name == "tiny-mote"
-    assert files_in(tmp_path / "tiny-mote") == FILES
-    assert upcycle(str(dense), "new/folders/out").is_dir()
+    assert files_in(upcycle(str(dense) + "/")) == files_in(upcycle(str(dense), "new/folders/out")) == FILES
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "tiny-mote"]
 
 
 @pytest.mark.parametrize("prefix", [True, False])
@@ -521,12 +506,6 @@ def test_a_head_of_a_token_routed_source_is_left_out(token_routed: Path, tmp_pat
         assert mote.load(out)(**batch(), task="sts").last_hidden_state.equal(expected)
     with pytest.raises(ValueError, match="'mote_hierarchical' cannot have a head for masked language modelling"):
         plan_upcycling(str(token_routed), with_head=True)
-
-
-def test_models_with_task_experts_are_not_sources(upcycled: Path, hierarchical: Path) -> None:
-    for folder in (upcycled, hierarchical):
-        with pytest.raises(ValueError, match="is already a MoTE: upcycling starts from a dense or a token-routed"):
-            plan_upcycling(str(folder))
 
 
 @pytest.mark.slow

@@ -106,35 +106,6 @@ def test_what_it_holds(wheel: Path) -> None:
     assert wheel.stat().st_size < 1_000_000
 
 
-USER = """\
-import mote
-from mote import MoTEModel
-
-model: MoTEModel = mote.load("folder")
-reveal_type(model.config.tasks)
-reveal_type(mote.experts.list_experts("a"))
-reveal_type(mote.__version__)
-mote.upcycle(3)
-mote.configure("folder", defualt_task="sts")
-"""
-SHOWN = """\
-5: note: Revealed type is "dict[str, str]"
-6: note: Revealed type is "mote.experts.artefact.ExpertList"
-7: note: Revealed type is "str"
-8: error: Argument 1 to "upcycle" has incompatible type "int"; expected "str | Path | Checkpoint"  [arg-type]
-9: error: Unexpected keyword argument "defualt_task" for "configure"; did you mean "default_task"?  [call-arg]
-"""
-
-
-@pytest.mark.slow
-def test_a_users_types_are_checked(installed: Path, tmp_path: Path) -> None:
-    (tmp_path / "user.py").write_text(USER)
-    options = ("--strict", "--no-incremental", "--config-file", os.devnull, "--python-executable", installed)
-    printed = run(sys.executable, "-m", "mypy", *options, "user.py", cwd=tmp_path, status=1)
-    lines = [line.removeprefix("user.py:") for line in printed.splitlines() if line.startswith("user.py:")]
-    assert [line for line in lines if "defined in" not in line] == SHOWN.splitlines()
-
-
 @pytest.mark.slow
 def test_without_a_clone(installed: Path, tmp_path: Path) -> None:
     mote = installed.with_name("mote")

@@ -73,9 +73,6 @@ def pixels(path: Path) -> tuple[int, int]:
     return struct.unpack(">II", content[16:24])
 
 
-# Similarity ----------------------------------------------------------------------------------------------------------
-
-
 def test_the_similarity_of_tasks_is_the_cosine_of_what_encode_gives(model: SentenceTransformer) -> None:
     similarity = similarity_of({task: embed(model, TEXTS, task) for task in default_tasks(model)})
     over_all = similarity.pop(ALL_PAIRS)
@@ -147,9 +144,6 @@ def test_welchs_test_equals_scipy_s() -> None:
     assert welch_test(np.ones(4), np.ones(4)).p is None
 
 
-# Divergence ----------------------------------------------------------------------------------------------------------
-
-
 def test_divergences_equal_scipy_s() -> None:
     generator = np.random.default_rng(1)
     queries, documents = generator.normal(size=(2, 5, 16))
@@ -213,16 +207,11 @@ def test_pairs_take_their_own_roles(trained_folder: Path, model: SentenceTransfo
     with gzip.open(file, "wt", encoding="utf-8") as lines:
         lines.writelines(json.dumps(row) + "\n" for row in rows)
     found = analyze([trained_folder], texts=TEXTS, pairs=file)
-    layout = found.models[0].layout
-    assert layout is not None
-    assert layout.shape == (12, 2)
+    assert np.shape(found.models[0].layout) == (12, 2)
     queries = model.encode(TEXTS, prompt_name="search_query")
     documents = model.encode([f"{text}, said at length" for text in TEXTS], prompt_name="search_document")
     expected = (queries * documents).sum(1) / np.linalg.norm(queries, axis=1) / np.linalg.norm(documents, axis=1)
     np.testing.assert_allclose(found.models[0].divergence["cosine"], expected, atol=1e-6)
-
-
-# Weight change -------------------------------------------------------------------------------------------------------
 
 
 def test_a_known_change_is_measured(upcycled: Path, dense: Path, tmp_path: Path) -> None:
@@ -315,9 +304,6 @@ def test_the_start_is_checked_before_models_are_loaded(trained_folder: Path, mon
     monkeypatch.delattr(sys.modules["mote.analysis.analyze"], "load_any_encoder")
     with pytest.raises(FileNotFoundError, match="no/such"):
         analyze([trained_folder], texts=TEXTS, start="no/such")
-
-
-# All of it -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.long

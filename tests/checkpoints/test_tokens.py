@@ -14,7 +14,7 @@ import mote
 from mote.checkpoints.reading import open_dense
 from mote.checkpoints.tokens import with_end_token, with_padding_token
 from mote.training.model import build_model
-from mote.training.recipe_files import load_recipe
+from mote.training.recipe import load_recipe
 
 TOKENIZERS = {
     "LlamaTokenizer": sentence_piece_bpe,

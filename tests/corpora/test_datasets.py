@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import shutil
 from itertools import islice
 from pathlib import Path
@@ -42,12 +43,6 @@ def data(tmp_path: Path) -> Path:
     write_rows(tmp_path / "data/retrieval/animals/train.jsonl.gz", ROWS)
     write_rows(tmp_path / "data/retrieval/few/train.jsonl", ROWS[:6])
     return tmp_path / "data"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    settings = {"prompts": {"query": "query: ", "document": ""}}
-    return dense_checkpoint(tmp_path_factory.mktemp("dense") / "tiny", sentence_transformers=settings)
 
 
 def rows_in(file: Path) -> list[dict[str, Any]]:
@@ -123,31 +118,13 @@ def test_in_blocks_and_in_one_piece_the_same(data: Path, model: Path, monkeypatc
     assert (blocks / file).read_bytes() == (whole / file).read_bytes()
 
 
-def test_a_corpus_adds_candidates(data: Path) -> None:
-    corpus = write_rows(data.parent / "corpus.jsonl", [{"title": "whale river", "text": "whale river whale river"}])
-    mined = rows_in(mine(data, "bm25", corpus=[corpus]) / "retrieval/few/train.jsonl.gz")
-    assert "whale river whale river whale river" in [mined[0][f"negative_{number}"] for number in (1, 2, 3)]
-
-
-def test_rows_that_have_negatives_are_refused(data: Path) -> None:
-    rows = [{"query": "otter", "positive": "the otter"}, {"query": "o", "positive": "p", "negative_1": "n"}]
-    write_rows(data / "retrieval/few/train.jsonl", rows)
-    with pytest.raises(ValueError, match="already has negatives, and no others can be added"):
-        mine(data, "bm25")
-
-
-def test_rows_whose_every_candidate_is_refused(data: Path, caplog: pytest.LogCaptureFixture) -> None:
-    out = mine(data, "bm25", relative_margin=1.0)
-    assert rows_in(out / "retrieval/animals/train.jsonl.gz") == ROWS
-    entry = entry_of(out)
-    assert (entry["without_negatives"], entry["negatives"], entry["mean_negative_score"]) == (40, 0, None)
-
-
-def test_repeated_rows_and_an_empty_text_of_the_corpus(data: Path, model: Path) -> None:
+def test_a_corpus_adds_candidates_each_once(data: Path, model: Path) -> None:
     write_rows(data / "retrieval/few/train.jsonl", [ROWS[0], {**ROWS[0], "positive": ROWS[0]["positive"].upper()}] * 2)
-    corpus = write_rows(data.parent / "corpus.jsonl", [{"text": " "}, {"text": "one"}, {"text": "ONE "}])
-    few = rows_in(mine(data, model, corpus=[corpus]) / "retrieval/few/train.jsonl.gz")
-    assert [row["negative_1"] for row in few] == ["one"] * 4
+    rows = [{"text": " "}, {"title": "One", "text": "two"}, {"text": "ONE  TWO "}]
+    few = rows_in(
+        mine(data, model, corpus=[write_rows(data.parent / "corpus.jsonl", rows)]) / "retrieval/few/train.jsonl.gz"
+    )
+    assert [row["negative_1"] for row in few] == ["One two"] * 4
     assert all("negative_2" not in row for row in few)
 
 
@@ -181,7 +158,6 @@ def test_planted_mismatches_are_dropped_and_others_kept(data: Path) -> None:
     ]
     entry = entry_of(out)
     assert (entry["rows"], entry["kept"], entry["dropped"]) == (40, 37, 3)
-    assert sorted(row["id"] for row in entry["examples"]) == sorted(wrong)
 
 
 # Interruptions -------------------------------------------------------------------------------------------------------
@@ -227,19 +203,11 @@ def test_embeddings_are_kept_for_other_runs(data: Path, model: Path, monkeypatch
     first = contents(mine(data, model, "first", **kept))
     monkeypatch.setattr(Encoder.model, "func", lambda *_: pytest.fail("the embeddings are there"))
     assert contents(mine(data, model, "again", **kept)) == first
-    mine(data, model, "margin", relative_margin=0.05, **kept)
+    none = entry_of(mine(data, model, "margin", relative_margin=1.0, **kept), "few")
+    assert (none["without_negatives"], none["negatives"], none["mean_negative_score"]) == (6, 0, None)
     mote.filter_pairs(["retrieval/*"], data.parent / "filtered", model, data=data, **kept)  # one shard: the same texts
     with pytest.raises(pytest.fail.Exception):
         mine(data, model, "fewer", dimensions=8, **kept)
-
-
-def test_fewer_dimensions(data: Path, model: Path) -> None:
-    folder = mine(data, model, dimensions=8)
-    row = rows_in(folder / "retrieval/few/train.jsonl.gz")[0]
-    encoder = SentenceTransformer(str(model), device="cpu", truncate_dim=8)
-    query = encoder.encode_query([row["query"]], normalize_embeddings=True)
-    documents = encoder.encode_document([each["positive"] for each in ROWS[1:6]], normalize_embeddings=True)
-    assert row["negative_1"] == ROWS[1 + int((documents @ query[0]).argmax())]["positive"]
 
 
 @pytest.mark.slow
@@ -254,41 +222,23 @@ def test_two_processes_start_once_and_change_nothing(data: Path, model: Path, mo
     one = contents(mine(data, model))
     starts: list[list[str]] = []
     start = SentenceTransformer.start_multi_process_pool
-    monkeypatch.setattr(
-        SentenceTransformer,
-        "start_multi_process_pool",
-        lambda self, devices: starts.append(devices) or start(self, devices),
-    )
+    counted = lambda self, devices: starts.append(devices) or start(self, devices)  # noqa: E731
+    monkeypatch.setattr(SentenceTransformer, "start_multi_process_pool", counted)
     assert contents(mine(data, model, "two", device=["cpu", "cpu"])) == one
     assert starts == [["cpu", "cpu"]]
 
 
-def test_an_interrupted_run_says_that_it_resumes(
-    data: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_interrupted_run_keeps_its_blocks_and_says_that_it_resumes(
+    data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = contents(mine(data, model, "whole"))
-    write, calls = runs.write_rows, []
-
-    def stop(path: Path, rows: Any) -> None:
-        calls.append(path)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        write(path, rows)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(runs, "write_rows", stop)
-        words = ["mine", "retrieval/*", "--model", str(model), "--data", str(data), "--out", str(data.parent / "mined")]
-        assert main([*words, "--negatives", "3", "--depth", "20", "--relative-margin", "-1"]) == 130
-    assert HOW_TO_RESUME in capsys.readouterr().err
-    assert contents(mine(data, model)) == expected
-
-
-def test_an_interrupted_run_of_bm25_keeps_its_blocks(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "BLOCK", 10)
-    monkeypatch.setattr(runs, "write_rows", Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        mine(data, "bm25")
+    whole = contents(mine(data, "bm25", "whole"))
+    with monkeypatch.context() as patched:
+        patched.setattr(runs, "write_rows", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt, match=re.escape(HOW_TO_RESUME)):
+            mine(data, "bm25")
     assert len([*(data.parent / "mined/.work").rglob("block-*.npz")]) == 4
+    assert contents(mine(data, "bm25")) == whole
 
 
 @pytest.mark.processes
@@ -306,6 +256,10 @@ def test_killed_at_random_moments_it_ends_the_same(data: Path, model: Path) -> N
     ("rows", "message"),
     [
         ([{"query": "a", "positive": ""}], r"train\.jsonl:1: 'positive': String should have at least 1 character"),
+        (
+            [{"query": "otter", "positive": "the otter"}, {"query": "o", "positive": "p", "negative_1": "n"}],
+            "already has negatives, and no others can be added",
+        ),
         ([{"text": "a", "label": "b"}], r"'label', 'text' are not pairs \(anchor, positive\)"),
         ([{"query": "a", "positive": "b", "of": [{"page": "\ud800"}]}], r"train\.jsonl:1: .* encode .*ud800"),
         ([{"query": "a", "positive": "b", "raw": b"c"}], r"row 1: .*bytes is not JSON serializable"),
@@ -317,12 +271,6 @@ def test_rows_that_cannot_be_mined(rows: list[dict[str, Any]], message: str, dat
     write_rows(data / f"retrieval/few/train.{'parquet' if packed else 'jsonl'}", rows)
     with pytest.raises(ValueError, match=message):
         mine(data, "bm25")
-
-
-def test_an_unknown_task(data: Path, model: Path) -> None:
-    with pytest.raises(ValueError, match="Unknown task 'questions'"):
-        mine(data, model, query_task="questions")
-    assert not (data.parent / "mined").exists()
 
 
 @pytest.mark.parametrize("retrieval", ["sparse", "hybrid"])

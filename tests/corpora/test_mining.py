@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from scipy.sparse import csr_matrix
 
-from mote.corpora.filtering import confirm_rows
-from mote.corpora.mining import mine_rows
+from mote.corpora.mining import confirm_rows, mine_rows
 from mote.corpora.options import MineOptions
 from mote.corpora.pairs import PairTexts, Ranker, best, bm25_ranker, dense_ranker, sparse_ranker
 
@@ -124,9 +123,3 @@ def test_bm25() -> None:
     assert not scores[1].any()  # no word is left of the last query
     assert mined(pairs, ranker, negatives=3) == [[3], [], []]  # none without a word of the query
     assert bm25_ranker(["7", "the"], ["3", "and"]).scores(np.arange(2)).tolist() == [[0, 0], [0, 0]]
-
-
-def test_the_best_of_equal_scores_are_the_first() -> None:
-    scores = np.random.default_rng(0).integers(0, 20, 300).astype(float)
-    for count in (1, 10, 50, 300, 400):
-        assert best(scores, count).tolist() == np.argsort(-scores, kind="stable")[:count].tolist()

@@ -3,14 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow
 import pytest
 from helpers.rows import write_rows
 from pyarrow import parquet
 
+from mote.corpora.embed import CorpusText, read_texts, write_texts
 from mote.corpora.options import EmbedOptions
-from mote.corpora.texts import CorpusText, read_texts, write_texts
 
 
 def texts_of(tmp_path: Path, rows: list[Any], **options: Any) -> list[CorpusText]:
@@ -37,21 +36,17 @@ def test_the_text_and_the_id_of_a_row(row: Any, columns: Any, text: str, name: s
 @pytest.mark.parametrize(
     ("row", "columns", "message"),
     [
-        ({"text": None}, {}, "'text': Input should be a valid string, got None"),
         ({"text": 3}, {}, "'text': Input should be a valid string, got 3"),
         ({"text": "\ud800"}, {}, "'text': Input should be a valid string, unable to parse"),
         ({"text": "a", "title": ["b"]}, {}, "'title': Input should be a valid string, got ['b']"),
-        ({"text": "a", "_id": None}, {}, "'_id': Input should be a valid string, got None"),
         ({"text": "a", "id": 0.5}, {}, "'id': Input should be a valid string, got 0.5"),
         (
             {"text": "a"},
             {"id_column": "key"},
             "'key': Input should be a valid string, got None (there is no such column, only 'text')",
         ),
-        ({"text": "a"}, {"text_columns": ["txt"]}, "'txt': Input should be a valid string, got None"),
         ({"text": "a"}, {"task_column": "task"}, "'task': Input should be a valid string, got None"),
         ({"words": "a"}, {}, "which column holds the texts? Name it in text_columns; there are 'words'"),
-        ({"query": "a", "passage": "b"}, {}, "which column holds the texts?"),
         (["a"], {}, "expected a JSON object, got list"),
     ],
 )
@@ -77,19 +72,10 @@ def test_several_files_are_read_in_order_and_once(tmp_path: Path, monkeypatch: p
     rows = pyarrow.table({"text": [str(number) for number in range(2, 12)]})
     parquet.write_table(rows, tmp_path / "c.parquet", row_group_size=3)
     write_rows(tmp_path / "d.jsonl.gz", [{"text": str(number)} for number in range(12, 15)])
-    monkeypatch.setattr("mote.corpora.texts._BATCH", 4)
+    monkeypatch.setattr("mote.corpora.embed._BATCH", 4)
     texts, digest = write_texts(tmp_path / "texts.arrow", read_texts([tmp_path / "*"], EmbedOptions()))
     for part in (slice(0, 15), slice(4, 5), slice(9, 15)):
         assert texts[part]["text"] == texts[part]["id"] == [str(number) for number in range(part.start, part.stop)]
     again = write_texts(tmp_path / "again.arrow", (CorpusText(str(number), str(number)) for number in range(15)))[1]
     other = write_texts(tmp_path / "other.arrow", (CorpusText(str(number), "") for number in range(15)))[1]
     assert digest == again != other
-
-
-def test_a_dataset_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset = datasets.Dataset.from_dict({"text": ["a", "b"]})
-    asked = {}
-    monkeypatch.setattr(datasets, "load_dataset", lambda _, **settings: asked.update(settings) or dataset)
-    options = EmbedOptions(split="corpus", subset="en")
-    assert list(read_texts(["hub:user/texts"], options)) == [CorpusText("0", "a"), CorpusText("1", "b")]
-    assert (asked["split"], asked["name"]) == ("corpus", "en")

@@ -18,41 +18,31 @@ def check(row: dict[str, Any], columns: dict[str, Any] | None = None, present: t
     return check_row(row, find_columns(settings, present or row, "retrieval/tiny"))
 
 
-@pytest.mark.parametrize(
-    ("row", "columns"),
-    [
-        ({"anchor": "a", "positive": "b"}, {}),
-        ({"question": "a", "answer": "b", "id": 7}, {}),
-        ({"title": "a", "abstract": "b"}, {"anchor": "title", "positive": "abstract"}),
-        ({"query": "x", "question": "a", "answer": "b"}, {"anchor": "question", "positive": "answer"}),
-        ({"query": "a", "document": "b", "score": 0.5}, {"anchor": "query", "positive": "document"}),
-    ],
-)
-def test_pairs_under_many_names(row: dict[str, Any], columns: dict[str, str]) -> None:
-    assert check(row, columns) == Example("a", ("b",))
+TITLED = {"anchor": "title", "positive": "abstract"}
+NEGATIVES = {"query": "a", "positive": "b", "negative_10": "d", "negative_2": "c", "negative_3": None}
 
 
 @pytest.mark.parametrize(
-    ("row", "row_type", "example"),
+    ("row", "columns", "row_type", "example"),
     [
-        ({"query": "a", "positive": ["b", "c"]}, "pairs", Example("a", ("b", "c"))),
-        ({"query": "a", "positive": "b", "negative": ["c", "d"]}, "pairs", Example("a", ("b",), ("c", "d"))),
-        (
-            {"query": "a", "positive": "b", "negative_10": "d", "negative_2": "c", "negative_3": None},
-            "pairs",
-            Example("a", ("b",), ("c", "d")),
-        ),
-        ({"query": "a", "positive": "b", "negative": [], "score": 1}, "pairs", Example("a", ("b",))),
-        ({"sentence1": "a", "sentence2": "b", "score": 3}, "scored", Example("a", ("b",), label=3.0)),
-        ({"text": "a", "label": 3}, "labelled", Example("a", label="3")),
-        ({"text": "a", "label": " x "}, "labelled", Example("a", label="x")),
-        ({"sentence": "a"}, "texts", Example("a")),
-        ({"query": "a"}, "texts", Example("a")),
+        ({"anchor": "a", "positive": "b"}, {}, "pairs", Example("a", ("b",))),
+        ({"question": "a", "answer": "b", "id": 7}, {}, "pairs", Example("a", ("b",))),
+        ({"title": "a", "abstract": "b"}, TITLED, "pairs", Example("a", ("b",))),
+        ({"query": "x", "title": "a", "abstract": "b", "score": 1}, TITLED, "pairs", Example("a", ("b",))),
+        ({"query": "a", "positive": ["b", "c"]}, {}, "pairs", Example("a", ("b", "c"))),
+        ({"query": "a", "positive": "b", "negative": ["c", "d"]}, {}, "pairs", Example("a", ("b",), ("c", "d"))),
+        (NEGATIVES, {}, "pairs", Example("a", ("b",), ("c", "d"))),
+        ({"query": "a", "positive": "b", "negative": [], "score": 1}, {}, "pairs", Example("a", ("b",))),
+        ({"sentence1": "a", "sentence2": "b", "score": 3}, {}, "scored", Example("a", ("b",), label=3.0)),
+        ({"text": "a", "label": 3}, {}, "labelled", Example("a", label="3")),
+        ({"text": "a", "label": " x "}, {}, "labelled", Example("a", label="x")),
+        ({"sentence": "a"}, {}, "texts", Example("a")),
+        ({"query": "a"}, {}, "texts", Example("a")),
     ],
 )
-def test_every_type_of_row(row: dict[str, Any], row_type: str, example: Example) -> None:
-    assert find_columns(DatasetSource(path="tiny"), row, "tiny").row_type == row_type
-    assert check(row) == example
+def test_every_type_of_row(row: dict[str, Any], columns: Any, row_type: str, example: Example) -> None:
+    assert find_columns(DatasetSource(path="tiny", columns=columns), row, "tiny").row_type == row_type
+    assert check(row, columns) == example
 
 
 @pytest.mark.parametrize(
@@ -66,10 +56,7 @@ def test_every_type_of_row(row: dict[str, Any], row_type: str, example: Example)
         ({"q": "a", "t": "b", "p": "c"}, {"anchor": "q", "positive": ["t", "p"]}),
         ({"q": "a", "p": "c"}, {"anchor": "q", "positive": []}),
         ({"q": "a", "t": "b"}, {"anchor": "q", "text": "t"}),
-        (
-            {"q": "a", "p": "b", "n": "c", "s": 1},
-            {"anchor": "q", "positive": "p", "negative": "n", "score": "s"},
-        ),
+        ({"q": "a", "p": "b", "n": "c", "s": 1}, {"anchor": "q", "positive": "p", "negative": "n", "score": "s"}),
     ],
 )
 def test_missing_and_ambiguous_columns(row: dict[str, Any], columns: dict[str, Any]) -> None:

@@ -5,10 +5,8 @@ import json
 from importlib.resources import files
 from pathlib import Path
 
-import pyarrow
 import pytest
 from helpers.paths import ROOT
-from pyarrow import parquet
 
 from mote.data.texts import FOLDERS, find_pairs, find_texts, read_texts
 
@@ -27,16 +25,12 @@ def test_texts_come_with_mote() -> None:
 
 
 def test_texts_of_files(tmp_path: Path) -> None:
-    plain, packed, rows = (tmp_path / name for name in ("texts.txt", "texts.txt.gz", "rows.jsonl"))
+    plain, packed = tmp_path / "texts.txt", tmp_path / "texts.txt.gz"
     plain.write_text("one\n\n two \none\n\u3000\u3000\nthree\n")
     packed.write_bytes(gzip.compress(plain.read_bytes()))
     for file in (plain, packed):
         assert read_texts(file) == ["one", "two", "one", "three"]
         assert find_texts(file).texts == ("one", "two", "three")
-    rows.write_text('{"text": "one"}\n{"text": "two"}\n')
-    assert find_texts(rows).texts == ("one", "two")
-    parquet.write_table(pyarrow.table({"sentence": ["one", "two"]}), tmp_path / "rows.parquet")
-    assert find_texts(tmp_path / "rows.parquet").texts == ("one", "two")
 
 
 def test_pairs_of_files(tmp_path: Path) -> None:
@@ -45,9 +39,6 @@ def test_pairs_of_files(tmp_path: Path) -> None:
     pairs = find_pairs(file)
     assert pairs is not None
     assert (pairs.texts, pairs.source) == ((("a", "b"), ("d", "e")), "pairs.jsonl")
-    file.write_text('{"query": "a", "positive": "b"}\n')
-    with pytest.raises(ValueError, match=r"pairs\.jsonl has 1 texts or pairs: a distribution needs at least two"):
-        find_pairs(file)
     assert find_pairs() is None
 
 

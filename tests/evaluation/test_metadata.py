@@ -2,13 +2,12 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.checkpoints import dense_checkpoint
+from helpers.processes import run_python
 from hub.hub_server import HubServer
 
 mteb = pytest.importorskip("mteb")
@@ -32,11 +31,8 @@ def test_a_mote(trained_folder: Path, tmp_path: Path) -> None:
     assert meta.similarity_fn_name == "cosine"
     assert meta.loader_kwargs["trust_remote_code"] is True
     prompts = meta.loader_kwargs["model_prompts"]
-    assert (prompts["query"], prompts["Clustering"], prompts["STS"]) == (
-        "search_query: ",
-        "clustering: ",
-        "classification: ",
-    )
+    texts = [prompts[name] for name in ("query", "Clustering", "STS")]
+    assert texts == ["search_query: ", "clustering: ", "classification: "]
     assert "clustering" not in prompts  # which MTEB would warn of
     assert str(tmp_path) not in json.dumps(meta.to_dict())  # what results say names no path of this machine
     again = mote.model_meta(str(folder))
@@ -47,17 +43,13 @@ def test_a_mote(trained_folder: Path, tmp_path: Path) -> None:
 def test_its_dense_source_has_as_many_active_parameters(tmp_path: Path) -> None:
     settings: Any = {"pooling": "cls", "normalize": True}
     source = dense_checkpoint(tmp_path / "dense", sentence_transformers=settings)
-    dense, routed = mote.model_meta(source), mote.model_meta(upcycle(str(source), tmp_path / "mote"))
+    dense: Any = mote.model_meta(source)
+    routed: Any = mote.model_meta(upcycle(str(source), tmp_path / "mote"))
+    tokens: Any = mote.model_meta(upcycle(str(source), tmp_path / "routed", routing="token"))
     pooler = 16 * 16 + 16  # which a MoTE does not have
-    assert dense.n_active_parameters == (routed.n_active_parameters or 0) + pooler
-    assert dense.n_parameters is not None
-    assert routed.n_parameters is not None
+    assert dense.n_active_parameters == routed.n_active_parameters + pooler
     assert dense.n_parameters < routed.n_parameters
     assert (dense.loader_kwargs, dense.use_instructions) == ({}, False)
-    tokens = mote.model_meta(upcycle(str(source), tmp_path / "routed", routing="token"))
-    assert tokens.n_active_parameters is not None
-    assert tokens.n_parameters is not None
-    assert dense.n_active_parameters is not None
     assert dense.n_active_parameters < tokens.n_active_parameters < tokens.n_parameters
     expert = mote.model_meta(transform(tmp_path / "mote", tmp_path / "expert", experts.export, "clustering"))
     assert (expert.n_parameters, expert.embed_dim) == (dense.n_parameters, dense.embed_dim)
@@ -65,22 +57,13 @@ def test_its_dense_source_has_as_many_active_parameters(tmp_path: Path) -> None:
     assert expert.loader_kwargs["model_prompts"]["Clustering"] == "clustering: "
 
 
-def test_a_folder_without_a_model(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        mote.model_meta(tmp_path)
-
-
 @pytest.mark.filterwarnings("ignore")  # mteb's own: its result format, unknown prompt names
 def test_mteb_scores_with_it_and_records_it(trained_folder: Path, data: Path, tmp_path: Path) -> None:
     meta = mote.model_meta(trained_folder)
-    tasks = load_tasks(data, ["part0"])
-    cache = mteb.ResultCache(tmp_path)
-    results = mteb.evaluate(meta, tasks, cache=cache, show_progress_bar=False, co2_tracker=False)
+    how: dict[str, Any] = {"cache": mteb.ResultCache(tmp_path), "show_progress_bar": False, "co2_tracker": False}
+    results = mteb.evaluate(meta, load_tasks(data, ["part0"]), **how)
     assert results.model_name == meta.name
-    score = results.task_results[0].get_score()
-    loaded = meta.load_model()
-    again = mteb.evaluate(loaded, tasks, cache=None, show_progress_bar=False, co2_tracker=False)
-    assert again.task_results[0].get_score() == score
+    assert 0 < results.task_results[0].get_score() < 1
     (recorded,) = tmp_path.rglob("model_meta.json")
     found = json.loads(recorded.read_text())
     for name in ("name", "revision", "n_parameters", "n_active_parameters_override", "embed_dim", "max_tokens"):
@@ -106,14 +89,6 @@ print(model.model[0].config.experts)
 def test_from_the_hub_without_a_question(trained_folder: Path, tmp_path: Path) -> None:
     with HubServer() as server:
         commit = server.add_repo("me/small-mote", trained_folder)
-        done = subprocess.run(
-            [sys.executable, "-c", LOAD, commit],
-            env=server.environment(tmp_path),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    assert done.returncode == 0, done.stderr
+        done = run_python(LOAD, commit, cwd=tmp_path, environment=server.environment(tmp_path))
     assert "custom code" not in done.stdout + done.stderr
     assert done.stdout.startswith("['classification', ")

@@ -1,13 +1,21 @@
-"""Means, gains, tables and JSON of scores."""
+"""Means, gains, tables and JSON of scores; significance over datasets."""
 
 import json
 import re
 from typing import Any
 
 import pytest
+from scipy import stats
 
 from mote import Evaluation
 
+SETTINGS = {
+    "limit": 10,
+    "dtype": "bfloat16",
+    "retrieval": "sparse",
+    "mteb": ["2.26.1"],
+    "instructions": {"s1": "x", "s2": "y"},
+}
 TYPES = {"s1": "STS", "s2": "STS", "r1": "Retrieval", "x1": "BitextMining"}
 
 
@@ -47,7 +55,7 @@ def test_a_model_without_any_score_does_not_take_the_others_theirs() -> None:
 
 
 def test_the_tables() -> None:
-    evaluation = three_models(reference="dense", settings={"limit": 10, "dtype": "bfloat16", "mteb": ["2.26.1"]})
+    evaluation = three_models(reference="dense", settings=SETTINGS)
     lines = str(evaluation).splitlines()
     assert [re.sub(" +", " ", line) for line in [lines[2], *lines[4:9]]] == [
         "| | dense | mote | part |",
@@ -58,13 +66,13 @@ def test_the_tables() -> None:
         "| mean over types (3) | **26.67** | **26.67** (+0.00) | **26.67** (+0.00) |",
     ]
     assert len({len(line) for line in lines[2:9]}) == 1
-    assert all(
-        part in lines[0] for part in ("mteb: 2.26.1", "bfloat16", "--limit 10", "gain over dense", "best in bold")
-    )
+    about = "x 100; mteb: 2.26.1; dtype: bfloat16; retrieval: sparse; instructions: s1, s2; datasets cut by --limit 10,"
+    assert all(part in lines[0] for part in (about, "gain over dense", "best in bold"))
     assert "- Means are over the 3 of 4 datasets" in str(evaluation)
     assert "- Failed: part on s2: ValueError: no" in str(evaluation)
     assert "| s2 | STS | main | 60.00 | **64.00** (+4.00) | failed |" in re.sub(" +", " ", evaluation.per_dataset())
     alone = str(Evaluation({"a": {"s1": 50.0}}, {"s1": "STS"}))
+    assert alone.startswith("Main scores of MTEB x 100.\n")
     assert "**" not in alone
     assert "gain" not in alone
 
@@ -84,9 +92,39 @@ def test_scores_that_do_not_hold_are_refused() -> None:
         Evaluation({"a": {"s1": 1.0}}, {"s1": "STS"}, reference="c")
 
 
-def test_the_heading_says_what_was_scored_if_it_is_not_the_models_own() -> None:
-    scores: dict[str, Any] = {"scores": {"a": {"s": 1.0, "t": 2.0}}, "types": {"s": "STS", "t": "STS"}}
-    own = str(Evaluation(**scores, settings={"retrieval": None, "instructions": {}}))
-    assert own.startswith("Main scores of MTEB x 100.\n")
-    changed = Evaluation(**scores, settings={"retrieval": "sparse", "instructions": {"s": "Find: ", "t": "Look: "}})
-    assert "; retrieval: sparse; instructions: s, t." in str(changed)
+def of_scores(ours: list[float], theirs: list[float]) -> Evaluation:
+    names = [f"d{index}" for index in range(len(ours))]
+    scores = {"ours": dict(zip(names, ours, strict=True)), "theirs": dict(zip(names, theirs, strict=True))}
+    return Evaluation(scores, dict.fromkeys(names, "STS"))
+
+
+def test_p_values_by_hand() -> None:
+    compared = of_scores([1.0, 3.0, 5.0], [0.0, 1.0, 2.0]).compare("ours", "theirs")
+    assert (compared.gain, compared.higher, compared.lower, compared.datasets) == (2.0, 3, 0, 3)
+    assert compared.wilcoxon == pytest.approx(1 / 8)  # one of the 8 ways to sign three gains
+    # t = 2 / (1 / √3) = √12 with two degrees of freedom, for which P(T > t) = 1/2 - t / (2 √(t² + 2))
+    assert compared.paired_t == pytest.approx(0.5 - 12**0.5 / (2 * 14**0.5))
+    # t = (3 - 1) / √(4/3 + 1/3) with (5/3)² / ((4/3)² / 2 + (1/3)² / 2) = 50/17 degrees of freedom
+    assert compared.welch == pytest.approx(stats.t.sf(2 / (5 / 3) ** 0.5, 50 / 17))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "said"),
+    [
+        ([], [], "no dataset has scores of both"),
+        ([2.0], [1.0], "1 dataset: +1.00 on average, higher on 1, lower on 0; a test needs 2 datasets or more"),
+        ([2.0, 3.0], [1.0, 2.0], "paired t none (no spread), Wilcoxon 0.250"),
+        ([1.0, 2.0], [1.0, 2.0], "Welch 0.500, paired t none (no spread), Wilcoxon none (no spread)"),
+        ([1.0, 1.0], [1.0, 1.0], "Welch none (no spread)"),
+    ],
+)
+def test_where_a_test_says_nothing(ours: list[float], theirs: list[float], said: str) -> None:
+    assert said in str(of_scores(ours, theirs).compare("ours", "theirs"))
+
+
+def test_equal_gains_are_ties_although_floats_differ() -> None:
+    gains = [0.1, -0.1, 0.1]
+    two = [of_scores([70.1, 50.0, 61.2], [70.0, 50.1, 61.1]), of_scores([50.1, 70.0, 61.2], [50.0, 70.1, 61.1])]
+    for evaluation in two:
+        expected = stats.wilcoxon(gains, alternative="greater").pvalue
+        assert evaluation.compare("ours", "theirs").wilcoxon == pytest.approx(expected)

@@ -1,7 +1,9 @@
 """Sparse encoders are scored by mteb, through its own wrapper."""
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("mteb")
@@ -28,6 +30,13 @@ def written(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
+def ndcg(model: SparseEncoder, **settings: Any) -> float:
+    """nDCG@10 x 100 of the dot products of queries and documents."""
+    queries = model.encode_query([f"{word}s" for word in WORDS], **settings)
+    scores = model.similarity(queries, model.encode_document(WORDS, **settings)).numpy()
+    return 100 * ndcg_score(np.eye(len(WORDS)), scores, k=10)
+
+
 @pytest.mark.long
 def test_a_sparse_encoder_is_scored(tmp_path: Path) -> None:
     """The score is that of the dot products of both sides, each through its expert; NaN is a failure."""
@@ -37,10 +46,7 @@ def test_a_sparse_encoder_is_scored(tmp_path: Path) -> None:
     meta = model_meta(folder)
     assert (meta.model_type, meta.embed_dim, meta.similarity_fn_name.value) == (["sparse"], 60, "dot")
     found = evaluate({"model": str(folder)}, data=data, out=tmp_path / "out", trust_remote_code=True)
-    model = SparseEncoder(str(folder), trust_remote_code=True)
-    queries, documents = model.encode_query([f"{word}s" for word in WORDS]), model.encode_document(WORDS)
-    scores = model.similarity(queries, documents).numpy()
-    expected = 100 * ndcg_score([[i == j for j in range(len(WORDS))] for i in range(len(WORDS))], scores, k=10)
+    expected = ndcg(SparseEncoder(str(folder), trust_remote_code=True))
     assert 0 < expected < 100
     assert found.scores["model"] == {"beir-words": pytest.approx(expected, abs=1e-3)}
     name = "head.cls.predictions.transform.dense.bias"
@@ -56,12 +62,9 @@ def test_each_kind_of_vectors_of_a_hybrid_model(tmp_path: Path) -> None:
     folder = upcycle(source, tmp_path / "model", retrieval="hybrid")
     settings = {"data": data, "out": tmp_path / "out", "trust_remote_code": True}
     model = SparseEncoder(str(folder), trust_remote_code=True)
-    right = [[i == j for j in range(len(WORDS))] for i in range(len(WORDS))]
     for kind in ("dense", "sparse", "hybrid"):
         found = evaluate({"model": str(folder)}, retrieval=kind, **settings)
-        queries = model.encode_query([f"{word}s" for word in WORDS], retrieval=kind)
-        scores = model.similarity(queries, model.encode_document(WORDS, retrieval=kind)).numpy()
-        expected = 100 * ndcg_score(right, scores, k=10)
+        expected = ndcg(model, retrieval=kind)
         assert found.scores["model"]["beir-words"] == pytest.approx(expected, abs=1e-3)
     half = evaluate({"model": str(folder)}, retrieval="hybrid", dtype="bfloat16", **settings)
     assert half.scores["model"]["beir-words"] == pytest.approx(expected, abs=20)  # ranks may change

@@ -280,9 +280,6 @@ def test_the_client_of_openai(server: Server, reference: Reference) -> None:
         assert raised.value.param == "task"
 
 
-# Limits, and the end ---------------------------------------------------------------------------------------------
-
-
 def test_limits_then_a_clean_end_with_requests_under_way(trained_folder: Path, reference: Reference) -> None:
     limits = ("--max-body", 4000, "--max-inputs", 40, "--max-waiting", 60, "--name", NAME, "--no-route-by-text")
     # a batch waits long for more, so that requests are under way when they are to be
@@ -374,9 +371,6 @@ def test_invalid_options(
         serve.main()
     assert message in f"{stopped.value} {capsys.readouterr().err}"
     assert stopped.value.code
-
-
-# The model behind it ---------------------------------------------------------------------------------------------
 
 
 def test_a_text_that_fails_fails_alone(reference: Reference, texts: list[str]) -> None:

@@ -130,7 +130,7 @@ def test_texts_are_real() -> None:
 def test_the_small_mote_was_not_trained_on_the_texts(shared: Path, tmp_path: Path) -> None:
     """As the page says."""
     from mote.training.data import load_data
-    from mote.training.recipe_files import load_recipe
+    from mote.training.recipe import load_recipe
     from research.data import copy_without_tests
     from scripts.train_small_mote import RECIPE, datasets_of
 

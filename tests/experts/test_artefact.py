@@ -205,8 +205,6 @@ def test_killed_while_an_expert_is_extracted(tiny_mote: Path, tmp_path: Path) ->
     assert {result.out for result in killed} <= {"absent", "new"}
 
 
-# The Hub -------------------------------------------------------------------------------------------------------------
-
 COMMANDS = """
 import json, sys
 from mote.cli import main

@@ -22,20 +22,6 @@ def place(trained_folder: Path, tmp_path: Path) -> Path:
     return shutil.copytree(trained_folder, tmp_path / "own" / "small-mote")
 
 
-@pytest.mark.long
-def test_a_default_task_serves_callers_without_arguments(place: Path) -> None:
-    with pytest.raises(ValueError, match="No task for the text"):
-        trusted(place).encode(TEXTS)
-    weights = (place / "model.safetensors").read_bytes()
-    (place / "notes.txt").write_text("mine")
-    assert main(["set", str(place), "--default-task", "clustering"]) == 0
-    assert (place / "model.safetensors").read_bytes() == weights
-    assert (place / "notes.txt").read_text() == "mine"
-    model = trusted(place)
-    assert (model.encode(TEXTS) == model.encode(TEXTS, task="clustering")).all()
-    assert not (model.encode(TEXTS) == model.encode(TEXTS, task="classification")).any()
-
-
 def test_everything_that_names_the_settings_follows(place: Path) -> None:
     instructions = {"clustering": "Topic: ", "sts": ""}
     assert mote.configure(place, default_task="sts", instructions=instructions) == place

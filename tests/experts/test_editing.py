@@ -55,9 +55,6 @@ def assert_round_trip(model: MoTEModel, folder: Path) -> None:
     assert_same(loaded.state_dict(), model.state_dict())
 
 
-# Every family --------------------------------------------------------------------------------------------------------
-
-
 @all_families
 @pytest.mark.parametrize("mote_layers", ["every", "every_other"])
 def test_a_copy_is_a_model_of_its_own(name: str, mote_layers: str, tmp_path: Path) -> None:
@@ -135,9 +132,6 @@ def test_threads_and_gradients_reach_a_new_expert_alone() -> None:
     model(**batch(), task="gamma").pooler_output.sum().backward()
     for key, parameter in model.named_parameters():
         assert (parameter.grad is None) == (".experts.alpha." in key or ".experts.beta." in key), key
-
-
-# Names ---------------------------------------------------------------------------------------------------------------
 
 
 def paper_mote(**settings: Any) -> MoTEModel:
@@ -238,9 +232,6 @@ def test_the_last_expert_stays() -> None:
         remove(fresh_mote("bert", experts=["alpha"]), "alpha")
 
 
-# Where there is less, or something else ------------------------------------------------------------------------------
-
-
 def test_an_expert_called_mean() -> None:
     model = trained_mote("bert", experts=["alpha", "mean"])
     add(model, "gamma", "mean")
@@ -300,9 +291,6 @@ def test_a_quantised_model_is_refused() -> None:
     for change in (*VERBS.values(), lambda model: mote.offload(model, "disk")):
         with pytest.raises(ValueError, match="quantised model cannot be read, moved or saved: use it as it was"):
             change(model)
-
-
-# Sentence-Transformers -----------------------------------------------------------------------------------------------
 
 
 def test_prompts_are_updated(tmp_path: Path) -> None:

@@ -20,8 +20,7 @@ from mote.training.data import TrainingSet
 from mote.training.losses import build_loss
 from mote.training.pretraining_recipe import PretrainingRecipe
 from mote.training.progress import RunCallback, Tracker
-from mote.training.recipe import Recipe
-from mote.training.recipe_files import load_recipe
+from mote.training.recipe import Recipe, load_recipe
 from mote.training.train import train
 
 

@@ -12,10 +12,9 @@ from sentence_transformers import SentenceTransformer
 
 pytest.importorskip("llama_index.core", reason="the extra `llamaindex` is not installed")
 
-from llama_index.core import VectorStoreIndex
 from llama_index.core.embeddings import BaseEmbedding
 from llama_index.core.ingestion import IngestionPipeline
-from llama_index.core.schema import MetadataMode, TextNode
+from llama_index.core.schema import TextNode
 
 from mote.integrations.llamaindex import MoTEEmbedding
 
@@ -27,16 +26,6 @@ def test_queries_and_texts(trained_folder: Path, reference: Reference) -> None:
     reference.is_by(embedding.get_query_embedding(TEXTS[0]), TEXTS[:1], "search_query")
     reference.is_by(embedding.get_text_embedding(TEXTS[0]), TEXTS[:1], "search_document")
     reference.is_by(embedding.get_text_embedding_batch(TEXTS), TEXTS, "search_document")
-
-
-def test_index(model: SentenceTransformer, reference: Reference, tmp_path: Path) -> None:
-    embedding = MoTEEmbedding(model)
-    index = VectorStoreIndex([TextNode(text=text) for text in TEXTS], embed_model=embedding)
-    (found,) = index.as_retriever(similarity_top_k=1).retrieve(TEXTS[1])
-    query, texts = reference.embed(TEXTS[1:2], "search_query"), reference.embed(TEXTS, "search_document")
-    scores = (texts @ query.T)[:, 0]
-    assert found.node.get_content(metadata_mode=MetadataMode.NONE) == TEXTS[scores.argmax()]
-    assert found.score == pytest.approx(scores.max(), abs=1e-4)
 
 
 def test_async(model: SentenceTransformer, reference: Reference) -> None:

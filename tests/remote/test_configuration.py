@@ -22,9 +22,6 @@ def two(**settings: Any) -> MoTEConfig:
     return config(experts=["a", "b"], **settings)
 
 
-# Defaults ------------------------------------------------------------------------------------------------------------
-
-
 def test_the_defaults_are_the_paper_s() -> None:
     default = MoTEConfig()
     experts = ["classification", "clustering", "search_query", "search_document"]
@@ -74,9 +71,6 @@ def test_layers_that_have_experts() -> None:
     assert config(mote_layers=[2, 1]).mote_layer_indices == [1, 2]
 
 
-# What is refused -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -114,9 +108,6 @@ def test_what_is_not_refused() -> None:
     assert two(instructions={"a": "", "b": ""}).instruction_of("a") == ""
     assert two(instructions={"a": None, "b": "b: "}).task_of(["b: x"]) == "b"  # null in a file: none
     assert config(experts="search").experts == ["search"]
-
-
-# Saving and loading --------------------------------------------------------------------------------------------------
 
 
 def test_a_config_survives_json(tmp_path: Path) -> None:
@@ -190,9 +181,6 @@ def test_an_invalid_setting_while_loading(kind: Any, settings: dict[str, Any], m
         kind.from_dict(kind().to_dict(), **settings)
 
 
-# Which expert serves a task ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("task", "message"),
     [
@@ -207,8 +195,6 @@ def test_the_expert_of_a_task(task: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         loaded.expert_of(task)
 
-
-# Which task a text is for --------------------------------------------------------------------------------------------
 
 RULES: dict[str, Any] = {
     "tasks": {"topics": "clustering", "mail": "clustering"},

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import transformers
 from helpers.checkpoints import trusted
@@ -80,21 +79,6 @@ def test_an_instruction_once_is_right(model: Any, warned: Any) -> None:
     model.encode(["about search_query: whales", "clusters"], prompt_name="clustering")
     model[0].preprocess([("x", "y")], prompt="clustering: ")
     assert warned.messages == []
-
-
-def test_a_text_does_not_pick_its_expert_where_that_is_off(trained_folder: Path, model: Any, tmp_path: Path) -> None:
-    closed = trusted(trained_folder, config_kwargs={"route_by_text": False, "default_task": "search_document"})
-    text = "clustering: whales"
-    as_document, as_cluster = (model.encode(text, task=task) for task in ("search_document", "clustering"))
-    assert np.abs(as_document - as_cluster).max() > 1e-2
-    assert_near(closed.encode(text), as_document)
-    assert_near(closed.encode(text, prompt="about: "), model.encode(f"about: {text}", task="document"))
-    for arguments in ({"prompt_name": "search_query"}, {"task": "clustering"}, {"prompt": "clustering: about "}):
-        assert_near(closed.encode("whales", **arguments), model.encode("whales", **arguments))
-    closed.save(str(tmp_path / "closed"))
-    assert trusted(tmp_path / "closed")[0].config.route_by_text is False
-    with pytest.raises(ValueError, match=r"its own instruction does not count \(route_by_text=False\)"):
-        trusted(trained_folder, config_kwargs={"route_by_text": False}).encode(text)
 
 
 @pytest.mark.parametrize("make_loss", [losses.AdaptiveLayerLoss, partial(losses.Matryoshka2dLoss, matryoshka_dims=[9])])

@@ -31,9 +31,6 @@ def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
         assert difference(one, other) == 0.0
 
 
-# Batches --------------------------------------------------------------------------------------------------------------
-
-
 @every_kind_and_family
 @torch.no_grad()
 def test_rows_of_a_mixed_batch_are_as_if_alone(kind: Kind, name: str) -> None:
@@ -115,9 +112,6 @@ def test_threads_do_not_interfere(kind: Kind) -> None:
         return [out.pooler_output, *out.get("router_logits", ())]
 
     assert_threads_agree(embed, turns=30)
-
-
-# Blocks ---------------------------------------------------------------------------------------------------------------
 
 
 @in_families([MOTE, TOKEN_ROUTED])
@@ -236,9 +230,6 @@ def test_compiled_equals_eager(kind: Kind, name: str, settings: dict[str, Any]) 
 def test_a_backbone_that_does_not_hand_arguments_down(kind: Kind) -> None:
     with pytest.raises(TypeError, match=r"missing 1 required keyword-only argument: '(expert|routing)'"):
         kind.fresh("bert").backbone(**batch())
-
-
-# Copies ---------------------------------------------------------------------------------------------------------------
 
 
 @every_kind_and_family

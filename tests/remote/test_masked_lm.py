@@ -75,9 +75,6 @@ def headless(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return upcycle(str(source), tmp_path_factory.mktemp("headless") / "tiny-mote", experts=EXPERTS)
 
 
-# The native model ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", [family(name) for name in WITH_HEAD])
 def test_every_expert_predicts_as_the_native_model(name: str, tmp_path: Path) -> None:
     native: Any = AutoModelForMaskedLM.from_pretrained(native_checkpoint(tmp_path / "native", name))
@@ -91,7 +88,7 @@ def test_every_expert_predicts_as_the_native_model(name: str, tmp_path: Path) ->
         assert found.loss.equal(expected.loss)
     mixed = model(**inputs, task=EXPERTS * 2)
     assert real_difference(mixed.logits, expected.logits, inputs["attention_mask"]) <= 2e-7
-    assert abs(mixed.loss - expected.loss) <= 2e-7
+    assert abs(mixed.loss - expected.loss) <= 1e-6  # two steps of a float32 of this size
     tied = native.get_output_embeddings().weight is native.get_input_embeddings().weight
     assert tied == (name != "eurobert")
     for one in (model, native):  # the new tokens' weights are drawn: give them those of the native model
@@ -135,9 +132,6 @@ def test_a_pickle_with_the_heads_of_pre_training(tmp_path: Path) -> None:
     assert difference(remote(out)(**batch(), task="beta").logits, native(**batch()).logits) == 0.0
 
 
-# Training ------------------------------------------------------------------------------------------------------------
-
-
 def test_gradients_reach_head_shared_weights_and_the_one_expert(folder: Path) -> None:
     model = remote(folder)
     model(**labelled_batch(), task="beta").loss.backward()
@@ -169,9 +163,6 @@ def test_token_routing(source: Path, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "again")
     assert difference(remote(tmp_path / "again")(**inputs).logits, model.eval()(**inputs).logits) == 0.0
     assert type(trusted(out)[0].model).__name__ == "TokenRoutedModel"
-
-
-# With and without the head -------------------------------------------------------------------------------------------
 
 
 def test_the_folder(folder: Path, headless: Path) -> None:
@@ -238,9 +229,6 @@ def test_sources_without_a_head(dense: Path, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             upcycle(str(one), tmp_path / "out", with_head=True)
     assert not (tmp_path / "out").exists()
-
-
-# What is made of a folder with a head --------------------------------------------------------------------------------
 
 
 def test_verbs_that_make_a_task_model_keep_the_head(folder: Path, tmp_path: Path) -> None:

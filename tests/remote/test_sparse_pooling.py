@@ -242,9 +242,6 @@ def test_highest_logits_equal_those_of_the_whole_vocabulary(monkeypatch: pytest.
         torch.testing.assert_close(one, other)
 
 
-# Hybrid ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["embeddings", "head"])
 def test_both_vectors_come_from_one_pass(name: str, saved: dict[str, Path]) -> None:
     folder = saved[f"hybrid-{name}"]

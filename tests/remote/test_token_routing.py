@@ -47,9 +47,6 @@ TEXTS = ["how do whales breathe", "Whales come up for air.", "a recipe for bread
 all_kinds = pytest.mark.parametrize("name", TOKEN_ROUTED.families)
 
 
-# Upcycling -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("num_experts_per_tok", [1, 2, 4])
 @all_families
 def test_a_fresh_model_equals_the_dense_one(name: str, num_experts_per_tok: int) -> None:
@@ -93,9 +90,6 @@ def test_the_router_begins_small_and_follows_the_seed(name: str) -> None:
     assert difference(routers(0), routers(0)) == 0.0
     assert difference(routers(0), routers(1)) > 0.0
     assert 0.015 < routers(0).std() < 0.025  # initializer_range
-
-
-# Routing -------------------------------------------------------------------------------------------------------------
 
 
 class IdentityLayer(nn.Module):
@@ -157,9 +151,6 @@ def test_a_task_is_not_needed_but_must_be_known() -> None:
         assert difference(model(**inputs, **routing).pooler_output, expected) == 0.0
     with pytest.raises(ValueError, match="Unknown task 'e'"):
         model(**inputs, task="e")
-
-
-# The load-balancing loss ---------------------------------------------------------------------------------------------
 
 
 def test_the_loss_of_three_tokens_by_hand() -> None:
@@ -261,9 +252,6 @@ def test_every_expert_has_a_gradient() -> None:
         assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-# What is refused -----------------------------------------------------------------------------------------------------
-
-
 def test_a_checkpoint_of_the_other_kind(tmp_path: Path) -> None:
     for saved, other in ((fresh_mote("bert"), TokenRoutedModel), (fresh("bert"), MoTEModel)):
         saved.save_pretrained(tmp_path)
@@ -295,9 +283,6 @@ def test_two_experts_may_have_the_same_instruction() -> None:
 def test_every_architecture_has_a_feed_forward_network() -> None:
     assert set(FEED_FORWARDS) == set(ARCHITECTURES)
     assert set(FEED_FORWARDS.values()) == {FEED_FORWARDS[name] for name in FEED_FORWARD_FAMILIES}
-
-
-# In Sentence-Transformers ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

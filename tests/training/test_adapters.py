@@ -99,22 +99,6 @@ def test_experts_are_low_rank_differences_to_one_model(name: str) -> None:
 
 
 @pytest.mark.long
-def test_a_merged_model_is_one_as_any_other(tiny: Path, data: Path, tmp_path: Path) -> None:
-    settings = overrides(tiny, data, tmp_path / "run", *FAST, LORA, "training.max_steps=4")
-    model = train("mote", settings)
-    keys = weights(upcycle(str(tiny), tmp_path / "mote")).keys()
-    assert weights(model).keys() == keys
-    assert MoTEModel.from_pretrained(model).config.available_experts
-    embedded = SentenceTransformer(str(model), trust_remote_code=True).encode(["a text"], task="clustering")
-    assert embedded.shape == (1, 16)
-    start = weights(tmp_path / "mote")
-    moved = {key for key, weight in weights(model).items() if not torch.equal(weight, start[key])}
-    assert {key.rsplit(".", 1)[-1] for key in moved} == {"weight"}  # biases and norms have no adapters
-    parameters = train_step(model)["parameters"]
-    assert 0 < parameters["trained"] < parameters["all"]
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("kind", ["dense", "mote"])
 def test_adapters_are_loaded_by_both_libraries(
     kind: str, tiny: Path, tiny_mote: Path, data: Path, tmp_path: Path
@@ -158,26 +142,14 @@ def test_a_resumed_run_is_bit_for_bit_the_same(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("arguments", ["{use_dora: true}", "{use_rslora: true}"])
-def test_variants_of_lora(arguments: str, tiny: Path, data: Path, tmp_path: Path) -> None:
-    run = run_of(tiny, data, tmp_path / "run", f"training.peft={{arguments: {arguments}, targets: experts}}")
-    network = network_of(run.model)
-    start = {name: weight.clone() for name, weight in network.named_parameters()}
-    run.train()
-    moved = {name for name, weight in network.named_parameters() if not torch.equal(weight, start[name])}
-    assert moved
-    assert all("base_layer" not in name and ".experts." in name for name in moved)
-    unmerged = run.model.encode(["a text"], task="classification")
-    merge_adapters(network_of(run.model))
-    assert abs(unmerged - run.model.encode(["a text"], task="classification")).max() <= 1e-5
-
-
-@pytest.mark.long
 def test_only_one_expert(tiny_mote: Path, data: Path, tmp_path: Path) -> None:
     """Adapters go where `only_experts` says, and everything else is left as it is."""
     only = "tasks={topics: {anchor: clustering, batches: homogeneous, datasets: [clustering/*]}}"
     settings = overrides(tiny_mote, data, tmp_path / "run", *FAST, LORA, only, "training.only_experts=[clustering]")
-    before, after = weights(tiny_mote), weights(train("mote", settings))
+    model = train("mote", settings)
+    before, after = weights(tiny_mote), weights(model)
+    parameters = train_step(model)["parameters"]
+    assert 0 < parameters["trained"] < parameters["all"]
     moved = {key for key in after if not torch.equal(after[key], before[key])}
     assert moved
     assert all(".experts.clustering." in key for key in moved)
@@ -280,10 +252,8 @@ def test_two_stages(data: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("training.peft={rnk: 4}", "unknown key 'rnk'"),
         ("training.peft={base_dtype: bfloat16}", "set training.bf16=true"),
         ("training.start_weight=0.5", "for weaker adapters, lower training.peft.alpha"),
-        ("training.start_weight=1", "training.start_weight"),
         ("training.peft={merge: false}", "or upcycle it first"),
         ("model.kind=token_routed", "stacked weights"),
     ],
@@ -291,11 +261,3 @@ def test_two_stages(data: Path, tmp_path: Path) -> None:
 def test_settings_that_do_not_hold(override: str, message: str, tiny: Path, data: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         plan("mote", overrides(tiny, data, tmp_path, "training.peft={targets: experts}", override))
-
-
-@pytest.mark.long
-def test_targets_that_do_not_exist(tiny: Path, data: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"Target modules .*'nothing'.* not found"):
-        run_of(tiny, data, tmp_path / "run", "training.peft.targets=[nothing]")
-    with pytest.raises(ValueError, match="All modules were excluded"):
-        run_of(tiny, data, tmp_path / "run", "training.peft.targets=experts", "model.kind=dense")

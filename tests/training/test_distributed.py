@@ -19,7 +19,7 @@ from mote import upcycle
 from mote.checkpoints.provenance import read_steps
 from mote.checkpoints.reading import open_checkpoint
 from mote.training.model import build_model
-from mote.training.recipe_files import load_recipe
+from mote.training.recipe import load_recipe
 
 SETTINGS = (
     "training.max_steps=5",

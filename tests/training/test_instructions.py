@@ -10,14 +10,14 @@ from helpers.runs import overrides
 import mote
 from mote.checkpoints.reading import open_checkpoint
 from mote.checkpoints.st_settings import instruction_pooling_in
-from mote.training.model import build_model, upcycling_options
-from mote.training.recipe_files import load_recipe
+from mote.training.model import build_model
+from mote.training.recipe import load_recipe
 from mote.training.train import TrainingRun, train
 
 DEFINED = (
     "model.definitions={search_query: Find answers, clustering: Find the topic}",
     "model.instruction_pooling=excluded",
-    "tasks.retrieval.datasets=[{path: retrieval/*, definition: Find evidence}]",
+    r'tasks.retrieval.datasets=[{path: retrieval/*, instruction: "Instruct: Find evidence\nQuery: "}]',
     "model.max_length=64",
     "tasks.classification=null",
     "tasks.clustering=null",
@@ -62,11 +62,6 @@ def test_a_run(kind: str, tiny: Path, data: Path, tmp_path: Path, monkeypatch: p
     assert type(built[1]).__name__ == "TextPooling"
 
 
-def test_a_template_around_the_definitions_of_datasets_alone() -> None:
-    own = "tasks.retrieval.datasets=[{path: a, definition: x}]"
-    assert upcycling_options(load_recipe("mote", [own, "model.template='Do {definition}: '"]).model).template is None
-
-
 def prompts_of_one(model: Any, prompt: str) -> int:
     """Tokens of an instruction in front of a text, `[CLS]` among them."""
     return len(model.tokenizer(prompt)["input_ids"]) - 1
@@ -84,9 +79,7 @@ def test_a_mote_that_pools_instructions_is_trained_without(upcycled: Path, data:
     ("settings", "message"),
     [
         (["tasks.clustering.datasets=[{path: a, instruction: x}]"], "the instruction of its task: make its"),
-        (["tasks.retrieval.datasets=[{path: a, instruction: x, definition: y}]"], "an instruction and a definition"),
         (["tasks.retrieval.datasets=[{path: a, instruction: x}]", "model.instructions=false"], "instructions is false"),
-        (["tasks.retrieval.datasets=[{path: a, definition: x}]", "model.template=none"], "must hold {definition} once"),
     ],
 )
 def test_what_is_refused(settings: list[str], message: str) -> None:

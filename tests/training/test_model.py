@@ -15,8 +15,7 @@ from mote.checkpoints.plain import learned_positions
 from mote.checkpoints.reading import open_checkpoint, open_dense
 from mote.training.losses import LoadBalancedLoss
 from mote.training.model import build_model, names_of
-from mote.training.recipe import Recipe
-from mote.training.recipe_files import load_recipe
+from mote.training.recipe import Recipe, load_recipe
 from mote.training.run_folder import START_FOLDER
 from mote.training.train import TrainingRun, train
 

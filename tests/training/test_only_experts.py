@@ -66,12 +66,7 @@ def test_only_the_new_expert_moves(tasks: str, how: str, source: Path, tmp_path:
     ("override", "message"),
     [
         ("training.only_experts=[legl]", r"Unknown expert to train: 'legl'. Did you mean 'legal'\?"),
-        ("training.only_experts=[]", "training.only_experts: "),
-        ("training.only_experts=legal", "training.only_experts: "),
-        (
-            "training.only_experts=[clustering]",
-            r"tasks.legal trains legal, none of .*only_experts \(clustering\)",
-        ),
+        ("training.only_experts=[clustering]", r"tasks.legal trains legal, none of .*only_experts \(clustering\)"),
         (f"tasks={{{LEGAL}, {OTHER}}}", "tasks.topics trains clustering, none of"),
     ],
 )

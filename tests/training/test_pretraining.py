@@ -27,7 +27,7 @@ from mote.reporting import HOW_TO_RESUME
 from mote.training.pretraining import PretrainingRun, plan_pretraining, pretrain
 from mote.training.pretraining_recipe import PretrainingRecipe
 from mote.training.progress import NonFiniteError
-from mote.training.recipe_files import load_recipe
+from mote.training.recipe import load_recipe
 
 TASKS = {"search_query", "search_document", "classification", "clustering"}
 COT_MAE = ("training.batch_size=8", "training.learning_rate=1e-2", "training.eval_steps=3")

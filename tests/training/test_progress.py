@@ -13,7 +13,7 @@ from mote.reporting import HOW_TO_RESUME
 from mote.training import losses, progress
 from mote.training import train as run
 from mote.training.progress import NonFiniteError, RunCallback, TrackedLoss
-from mote.training.recipe_files import load_recipe
+from mote.training.recipe import load_recipe
 from mote.training.train import TrainingRun, train
 
 

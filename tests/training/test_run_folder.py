@@ -10,7 +10,7 @@ import pytest
 from helpers.checkpoints import contents
 from helpers.runs import break_off, overrides, train_step
 
-from mote.training.recipe_files import load_recipe
+from mote.training.recipe import load_recipe
 from mote.training.run_folder import CHECKPOINT_FILE, RunFolder, as_yaml, fixed_settings
 from mote.training.train import TrainingRun, train
 

@@ -12,7 +12,7 @@ from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder import losses
 
 from mote import upcycle
-from mote.training.recipe_files import load_recipe
+from mote.training.recipe import load_recipe
 from mote.training.run_folder import START_FOLDER
 from mote.training.train import plan, train
 

@@ -56,11 +56,6 @@ def embed(folder: Path, cache: Path | None, texts: Sequence[str] = TEXTS, prompt
     return np.concatenate(TeacherEmbeddings(settings, cache).embed({"anchor": list(texts)}))[:, 0]
 
 
-def test_a_folder_has_no_revision(teacher: Path) -> None:
-    with pytest.raises(ValueError, match=r"tiny is a folder: it has no revision 'v1'"):
-        TeacherEmbeddings(TeacherSettings(source=str(teacher), revision="v1"))
-
-
 def files(cache: Path) -> list[Path]:
     return sorted(path for path in cache.rglob("*") if path.is_file())
 
@@ -103,7 +98,7 @@ KILLED = f"""
 import os, signal, sys
 from pathlib import Path
 from mote.training import teachers
-from mote.training.recipe import Recipe, TeacherSettings
+from mote.training.recipe import TeacherSettings
 
 teachers.CHUNK = {CHUNK}
 original = teachers.TeacherEmbeddings._encode
@@ -140,7 +135,7 @@ def test_embeddings_that_are_not_finite_are_refused(teacher: Path, tmp_path: Pat
 HUB = """
 import sys
 from pathlib import Path
-from mote.training.recipe import Recipe, TeacherSettings
+from mote.training.recipe import TeacherSettings
 from mote.training.teachers import TeacherEmbeddings
 
 for name, revision in (("user/teacher", None), ("user/teacher", sys.argv[2]), ("user/missing", None)):

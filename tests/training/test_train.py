@@ -25,7 +25,7 @@ from mote.cli import main
 from mote.remote.configuration_mote import MoTEConfig
 from mote.training import teachers
 from mote.training.model import build_model, encodings
-from mote.training.recipe_files import load_recipe, shipped_recipes
+from mote.training.recipe import load_recipe, shipped_recipes
 from mote.training.run_folder import START_FOLDER, RunFolder
 from mote.training.train import TrainingRun, plan, train
 

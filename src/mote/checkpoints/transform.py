@@ -27,23 +27,15 @@ class Verb:
     """Decorate a function over a model with what `transform` needs to name its verb and to describe its result.
 
     The function stays an ordinary function.
-
-    Attributes:
-        words: The verb on the command line, as in "experts add".
-        made: For the card: what was done to the source, or what the result is, as in "made by adding the expert {name}
-            to". A format string over the function's arguments and `config`, the config of the result.
-        positional: Arguments that follow the source on the command line.
-        options: Argument → option, if their names differ.
-        loads: Argument that names the only expert to load; a dense result is then this expert.
-        same_model: Whether the result is the same model with other settings, which keeps the rest of its card.
     """
 
-    words: str
+    words: str  # on the command line, as in "experts add"
+    # For the card, as in "made by adding the expert {name} to", filled in with the arguments and the result's `config`.
     made: str
-    positional: tuple[str, ...] = ()
-    options: Mapping[str, str] | None = None
-    loads: str | None = None
-    same_model: bool = False
+    positional: tuple[str, ...] = ()  # arguments that follow the source on the command line
+    options: Mapping[str, str] | None = None  # argument → option, if their names differ
+    loads: str | None = None  # argument that names the only expert to load; a dense result is then this expert
+    same_model: bool = False  # whether the result is the same model with other settings, which keeps its card
 
     def __call__(self, function: Function) -> Function:
         """Decorate a function."""

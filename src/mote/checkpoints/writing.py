@@ -40,39 +40,21 @@ def require_writable(out: Path, options: WriteOptions, source: Path | None = Non
 
 @dataclass
 class Repository:
-    """A model with everything that belongs to its repository.
+    """A model with weights, config, code, tokenizer, Sentence-Transformers' files, model card and `mote.json`."""
 
-    That is weights, config, code, tokenizer, Sentence-Transformers' files, model card and `mote.json`.
-
-    Attributes:
-        model: A `SentenceTransformer`, which brings its modules, prompts and tokenizer; or a MoTE or dense model,
-            which takes them from the source and `tokenizer`.
-        source: The checkpoint that became this model. If it is in the folder to write, its other files are kept.
-        steps: How the model was made of it, as from `new_step`. The last one gets the hashes of the sources, and what
-            `after` returns.
-        others: What else the model was made from: experts or checkpoints, which have a `provenance()`.
-        tokenizer: Its tokenizer.
-        expert: If it is a single expert of the source: its name. Its instruction becomes the default prompt.
-        names: If a dense model was made from a dense source: its tasks, instructions and pooling.
-        retrieval: The vectors that it gives. Default: as the source; not needed for a `SentenceTransformer`.
-        write_weights: If it has no weights (on the meta device): writes them into a folder.
-        after: Runs on the folder before it is moved into place: adds files, returns details for the last step.
-        training: If it was trained: values for the card's section on training.
-        keep_card: Keep text and metadata of the source's card, since it is the same model with other settings.
-    """
-
+    # A `SentenceTransformer` brings its modules, prompts and tokenizer; another model takes those of the source.
     model: "PreTrainedModel | SentenceTransformer | SparseEncoder"
-    source: Checkpoint
-    steps: list[dict[str, Any]]
-    others: Sequence[Any] = ()
+    source: Checkpoint  # that became this model; if it is in the folder to write, its other files are kept
+    steps: list[dict[str, Any]]  # as from `new_step`; the last one gets the sources' hashes, and what `after` returns
+    others: Sequence[Any] = ()  # what else it was made from: experts or checkpoints, which have a `provenance()`
     tokenizer: Any = None
-    expert: str | None = None
-    names: MoTEConfig | None = None
-    retrieval: Retrieval | None = None
-    write_weights: Callable[[Path], None] | None = None
-    after: Callable[[Path], dict[str, Any]] | None = None
-    training: dict[str, Any] | None = None
-    keep_card: bool = False
+    expert: str | None = None  # if it is a single one of the source; its instruction becomes the default prompt
+    names: MoTEConfig | None = None  # tasks, instructions and pooling of a dense model made from a dense source
+    retrieval: Retrieval | None = None  # the vectors that it gives, if not the source's
+    write_weights: Callable[[Path], None] | None = None  # if the model has none, on the meta device
+    after: Callable[[Path], dict[str, Any]] | None = None  # adds files before the folder is moved into place
+    training: dict[str, Any] | None = None  # values for the card's section on training
+    keep_card: bool = False  # keep the rest of the source's card: it is the same model with other settings
 
     def write(self, out: Path, options: WriteOptions, repo_id: str) -> Path:
         """Write the repository atomically, and push it if requested; before any work, call `require_writable`.

@@ -29,20 +29,14 @@ class Verb(NamedTuple):
 
 VERBS = {
     "upcycle": Verb("cli.verbs:upcycle", "Turn a dense text encoder into a MoTE."),
-    "lengthen": Verb(
-        "lengthening:lengthen", "Replace an encoder's learned positions by rotary ones, for longer texts."
-    ),
+    "lengthen": Verb("lengthening:lengthen", "Give an encoder rotary positions, for longer texts."),
     "train": Verb("cli.verbs:train", "Train a model from a recipe.", "train"),
-    "pretrain": Verb(
-        "cli.verbs:pretrain",
-        "Pre-train a model on plain text: masked language modelling, alone or with a decoder (CoT-MAE).",
-        "train",
-    ),
+    "pretrain": Verb("cli.verbs:pretrain", "Pre-train a model on plain text, alone or with a decoder.", "train"),
     "evaluate": Verb("evaluation.evaluate:evaluate", "Score models with MTEB.", "evaluate"),
     "analyze": Verb("analysis.analyze:analyze", "Show how far experts have specialised.", "evaluate"),
     "embed": Verb("corpora.embed:embed_corpus", "Embed a corpus into sharded parquet files.", "corpora"),
     "mine": Verb("corpora.mining:mine_negatives", "Mine hard negatives for datasets of pairs.", "corpora"),
-    "filter": Verb("corpora.filtering:filter_pairs", "Drop the pairs that a model does not confirm.", "corpora"),
+    "filter": Verb("corpora.mining:filter_pairs", "Drop the pairs that a model does not confirm.", "corpora"),
     "average": Verb("experts:average", "Average the experts into a dense model."),
     "interpolate": Verb("experts:interpolate", "Move experts towards their mean."),
     "export": Verb("cli.verbs:export", "Write one expert as a dense model."),

@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from huggingface_hub.utils import tqdm
@@ -18,14 +18,6 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 logger = logging.getLogger(__name__)
-
-
-class Shard(NamedTuple):
-    """A shard that was written: its number, its rows, and the dimension of the embeddings."""
-
-    number: int
-    rows: int
-    dimension: int
 
 
 @dataclass(frozen=True)
@@ -52,7 +44,7 @@ class Job:
         """Return the number of rows of a shard."""
         return min(self.shard_size, len(self.texts) - number * self.shard_size)
 
-    def embed(self, number: int, encoder: Encoder, progress: Callable[[int], object] = lambda _: None) -> Shard:
+    def embed(self, number: int, encoder: Encoder, progress: Callable[[int], object] = lambda _: None) -> None:
         """Embed a shard and write it; `progress` is called with the number of newly embedded texts."""
         columns = self.texts[number * self.shard_size : (number + 1) * self.shard_size]
         by_task: dict[str | None, list[int]] = {}
@@ -63,26 +55,18 @@ class Job:
             for batch in encoder.encode(columns["text"], rows, task or self.task, self.prompt):
                 batches.append(batch)
                 progress(len(batch[0]))
-        embeddings = _in_order(batches)
-        write_shard(self.file(number), columns["id"], embeddings, self.dtype)
-        return Shard(number, *embeddings.shape)
+        write_shard(self.file(number), columns["id"], _in_order(batches), self.dtype)
 
 
 def _in_order(batches: list[tuple[list[int], Any]]) -> Any:
     """Join the embeddings of batches, in the order of their rows."""
-    first = batches[0][1]
-    rows = [row for of_batch, _ in batches for row in of_batch]
-    if not isinstance(first, np.ndarray):
-        from scipy.sparse import vstack
+    places = np.argsort(np.concatenate([rows for rows, _ in batches]))
+    vectors = [vectors for _, vectors in batches]
+    if isinstance(vectors[0], np.ndarray):
+        return np.concatenate(vectors)[places]
+    from scipy.sparse import vstack
 
-        return vstack([vectors for _, vectors in batches], format="csr")[np.argsort(rows)]
-    embeddings = np.empty((len(rows), first.shape[1]), np.float32)
-    for of_batch, vectors in batches:
-        embeddings[of_batch] = vectors
-    return embeddings
-
-
-# Files ---------------------------------------------------------------------------------------------------------------
+    return vstack(vectors, format="csr")[places]
 
 
 def write_shard(path: Path, ids: Sequence[str], embeddings: Any, dtype: str = "float32") -> None:
@@ -100,8 +84,7 @@ def write_shard(path: Path, ids: Sequence[str], embeddings: Any, dtype: str = "f
         stored = embeddings.astype(dtype)
     broken = np.flatnonzero(~np.isfinite(stored).all(axis=1))
     if len(broken):
-        first, count = ids[broken[0]], f"{len(broken)} of {len(ids)}"
-        raise ValueError(f"the embedding of {first!r} is not finite in {dtype} (in its shard {count} are not)")
+        raise ValueError(f"{len(broken)} embeddings are not finite in {dtype}, first that of {ids[broken[0]]!r}")
     lists = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(stored.reshape(-1)), stored.shape[1])
     shard = pyarrow.table({"id": pyarrow.array(ids, pyarrow.string()), "embedding": lists})
     with replaced(path) as unfinished:
@@ -114,45 +97,39 @@ def read_shard(path: Path) -> Any:
         from scipy.sparse import load_npz
 
         return load_npz(path)
-    column = read_column(path, "embedding")
-    return column.flatten().to_numpy().reshape(len(column), -1).astype(np.float32)
-
-
-def read_column(path: Path, name: str) -> Any:
-    """Read a column of a shard: a pyarrow array."""
     from pyarrow import parquet
 
-    return parquet.read_table(path, columns=[name], partitioning=None)[name].combine_chunks()
+    column = parquet.read_table(path, columns=["embedding"], partitioning=None)["embedding"].combine_chunks()
+    return column.flatten().to_numpy().reshape(len(column), -1).astype(np.float32)
 
 
 # Engines -------------------------------------------------------------------------------------------------------------
 
 
-def run(job: Job, numbers: Sequence[int], encoder: Encoder) -> Iterator[Shard]:
-    """Embed shards of a job on the engine that the encoder's options name, and show the progress."""
+def run(job: Job, numbers: Sequence[int], encoder: Encoder) -> Iterator[int]:
+    """Embed shards of a job on the engine that the encoder's options name; yield the number of each written one."""
     if not numbers:
         return
     for task in {job.task, *job.texts.unique("task")}:
         encoder.arguments(task, job.prompt)
-    total, engine = len(job.texts), _on_ray if encoder.options.engine == "ray" else _here
+    engine = _on_ray if encoder.options.engine == "ray" else _here
     with (
-        tqdm(
-            total=total, initial=total - sum(map(job.rows, numbers)), unit=" texts", desc="Embedding", disable=None
-        ) as bar,
+        tqdm(total=sum(map(job.rows, numbers)), unit=" texts", desc="Embedding", disable=None) as bar,
         closing(engine(job, numbers, encoder, bar.update)) as shards,
     ):
-        for shard in shards:
-            yield shard
+        for number in shards:
+            yield number
             if bar.disable:
-                logger.info("Shard %d of %d is embedded", shard.number + 1, len(job))
+                logger.info("Shard %d of %d is embedded", number + 1, len(job))
 
 
-def _here(job: Job, numbers: Sequence[int], encoder: Encoder, progress: Callable[[int], object]) -> Generator[Shard]:
+def _here(job: Job, numbers: Sequence[int], encoder: Encoder, progress: Callable[[int], object]) -> Generator[int]:
     for number in numbers:
-        yield job.embed(number, encoder, progress)
+        job.embed(number, encoder, progress)
+        yield number
 
 
-def _on_ray(job: Job, numbers: Sequence[int], encoder: Encoder, progress: Callable[[int], object]) -> Generator[Shard]:
+def _on_ray(job: Job, numbers: Sequence[int], encoder: Encoder, progress: Callable[[int], object]) -> Generator[int]:
     """Embed shards through Ray Data; the workers write them to storage that all of them share.
 
     Ray finds the cluster: the one in `RAY_ADDRESS`, the one that this machine belongs to, or a new one on it.
@@ -165,7 +142,7 @@ def _on_ray(job: Job, numbers: Sequence[int], encoder: Encoder, progress: Callab
     try:
         logging.getLogger("ray.data").setLevel(logging.ERROR)
         ray.data.DataContext.get_current().enable_progress_bars = False  # there is one already
-        options = encoder.options.model_copy(update={"engine": "local", "device": None, "revision": encoder.commit})
+        options = encoder.options.model_copy(update={"engine": "local", "revision": encoder.commit})
         source = str(Path(encoder.source).absolute()) if Path(encoder.source).is_dir() else encoder.source
         items = [{"number": number} for number in numbers]
         results = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
@@ -178,8 +155,8 @@ def _on_ray(job: Job, numbers: Sequence[int], encoder: Encoder, progress: Callab
         for row in results.iter_rows():
             if "error" in row:
                 raise row["error"]
-            progress(row["shard"]["rows"])
-            yield Shard(**row["shard"])
+            progress(job.rows(row["number"]))
+            yield row["number"]
     finally:
         if not connected:
             ray.shutdown()
@@ -208,8 +185,9 @@ class _Worker:
         self.job, self.encoder = job, Encoder(source, options, sparse)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Embed some shards. Errors are returned as results: in one that was raised, Ray hides the cause."""
+        """Embed a shard. Errors are returned as results: in one that was raised, Ray hides the cause."""
         try:
-            return {"shard": [self.job.embed(int(number), self.encoder)._asdict() for number in batch["number"]]}
+            self.job.embed(int(batch["number"][0]), self.encoder)
+            return batch
         except (OSError, ValueError) as error:
             return {"error": [error]}

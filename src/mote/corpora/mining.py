@@ -1,13 +1,13 @@
-"""`mote mine`: hard negatives, documents that a teacher finds near a query, but that are not known to answer it.
+"""What a teacher finds near a query: hard negatives (`mote mine`), and whether pairs are right (`mote filter`).
 
-Near-duplicates of the positive answer the query as well, so a candidate is accepted only if it scores clearly below the
-positive ("positive-aware" mining, Moreira et al., "NV-Retriever", arXiv:2407.15831; Nussbaum and Duderstadt,
-arXiv:2502.07972, Equation 5).
+Near-duplicates of the positive answer the query as well, so a negative must score clearly below the positive
+("positive-aware" mining, Moreira et al., "NV-Retriever", arXiv:2407.15831; Nussbaum and Duderstadt, arXiv:2502.07972,
+Equation 5). A pair stays if its document is among the two nearest to its query, within shards of a million pairs
+(consistency filtering, ibid., section 4.2, after Wang et al., arXiv:2212.03533, section 3.1).
 """
 
 import hashlib
 import json
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,13 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from mote.corpora.options import EmbedOptions, MineOptions
+from mote.corpora.embed import read_texts
+from mote.corpora.options import EmbedOptions, FilterOptions, MineOptions
 from mote.corpora.pairs import PairDataset, PairTexts, Ranker, best, read_pairs, score_rows
 from mote.corpora.runs import map_blocks, run_datasets
-from mote.corpora.texts import read_texts
 from mote.data.rows import Location
-
-logger = logging.getLogger(__name__)
 
 
 def mine_negatives(
@@ -55,11 +53,9 @@ def mine_negatives(
     def process(location: Location[Any], work: Path, make_ranker: Callable[[PairTexts, Path], Ranker]) -> Any:
         dataset = read_pairs(location, corpus)
         if dataset.has_negatives:
-            raise ValueError(f"{dataset.name} already has negatives, and no others can be added")
-        counts = len(dataset.rows), len(dataset.texts.queries), len(dataset.texts.documents)
-        logger.info("%s: %d rows, %d queries, %d documents", dataset.name, *counts)
+            raise ValueError(f"{location.name} already has negatives, and no others can be added")
         mine = partial(mine_rows, dataset.texts, make_ranker(dataset.texts, work), chosen)
-        mined = map_blocks(work, len(dataset.rows), mine, dataset.name)
+        mined = map_blocks(work, len(dataset.rows), mine, location.name)
         return _with_negatives(dataset, mined["documents"]), _statistics(mined)
 
     return run_datasets(datasets, out, str(model), chosen, identity, process)
@@ -92,7 +88,7 @@ def mine_rows(texts: PairTexts, ranker: Ranker, options: MineOptions, rows: np.n
 def _limit(options: MineOptions, positive: float) -> float:
     """Return the score that negatives must stay below; infinite without a margin."""
     limit = np.inf
-    if options.relative_margin is not None:
+    if options.relative_margin is not None and options.relative_margin >= 0:
         limit = positive - options.relative_margin * abs(positive)
     if options.absolute_margin is not None:
         limit = min(limit, positive - options.absolute_margin)
@@ -117,3 +113,53 @@ def _statistics(mined: dict[str, np.ndarray]) -> dict[str, Any]:
         "mean_positive_score": round(float(mined["positive_scores"].mean()), 4),
         "mean_negative_score": round(float(scores.mean()), 4) if len(scores) else None,
     }
+
+
+# Filtering -----------------------------------------------------------------------------------------------------------
+
+
+def filter_pairs(
+    datasets: Sequence[str], out: str | Path, model: str | Path, options: FilterOptions | None = None, **settings: Any
+) -> Path:
+    """Copy datasets of pairs, without the pairs that a model does not confirm.
+
+    The same call resumes an interrupted run.
+
+    Args:
+        datasets: Paths and patterns below the data folder, as in recipes, or `hub:user/name`.
+        out: Folder to write: the rows that stay, under the same paths.
+        model: Any Sentence-Transformers model, or `bm25`.
+        options: What to compare, and how.
+        **settings: Fields of `FilterOptions`, which replace those of `options`.
+
+    Returns:
+        The folder. `record.json` holds the options, and for each dataset how many pairs stay.
+
+    Raises:
+        FileNotFoundError: If a dataset or the model does not exist.
+        OSError: If another process writes to the folder, or its disk is full.
+        ValueError: If a row or option is invalid, or the folder holds something else.
+    """
+    chosen = FilterOptions(**{**dict(options or ()), **settings})
+
+    def process(location: Location[Any], work: Path, make_ranker: Callable[[PairTexts, Path], Ranker]) -> Any:
+        dataset, kept = read_pairs(location), []
+        for number, start in enumerate(range(0, len(dataset.rows), chosen.shard_size)):
+            texts, part = dataset.texts.part(slice(start, start + chosen.shard_size)), work / str(number)
+            confirm = partial(confirm_rows, texts, make_ranker(texts, part), chosen.nearest)
+            kept.append(map_blocks(part, len(texts.anchors), confirm, location.name)["kept"])
+        stays = np.flatnonzero(np.concatenate(kept)).tolist()
+        counts = {"rows": len(dataset.rows), "kept": len(stays), "dropped": len(dataset.rows) - len(stays)}
+        return (dataset.rows[row] for row in stays), counts
+
+    return run_datasets(datasets, out, str(model), chosen, {"command": "filter", **chosen.own()}, process)
+
+
+def confirm_rows(texts: PairTexts, ranker: Ranker, nearest: int, rows: np.ndarray) -> dict[str, np.ndarray]:
+    """Confirm the rows whose positive is found, if fewer than `nearest` others score above it.
+
+    Other positives of the same query do not count.
+    """
+    scored = score_rows(texts, ranker, rows)
+    kept = [row.positive > ranker.floor and (row.others > row.positive).sum() < nearest for row in scored]
+    return {"kept": np.array(kept, dtype=bool)}

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveInt, model_validator
 from typing_extensions import Self
 
 from mote.settings import Settings
@@ -119,11 +119,6 @@ class MineOptions(PairOptions):
     absolute_margin: float | None = Field(default=None, ge=0)
     sampling: Literal["top", "random"] = "top"
     seed: int = 42
-
-    @field_validator("relative_margin")
-    @classmethod
-    def _read_negative(cls, margin: float | None) -> float | None:
-        return None if margin is not None and margin < 0 else margin
 
 
 class FilterOptions(PairOptions):

@@ -76,7 +76,6 @@ def _normalized(text: str) -> str:
 class PairDataset:
     """The rows of a dataset as they were read, whether they have negatives, and its texts."""
 
-    name: str
     rows: list[dict[str, Any]]
     has_negatives: bool
     texts: PairTexts
@@ -94,7 +93,7 @@ def read_pairs(location: Location[Any], corpus: Iterable[str] = ()) -> PairDatas
 
     examples = [row.take(take) for row in rows]
     texts = PairTexts.of([each.anchor for each in examples], [each.positives for each in examples], corpus)
-    return PairDataset(location.name, [row.content for row in rows], "negative" in columns.names, texts)
+    return PairDataset([row.content for row in rows], "negative" in columns.names, texts)
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:

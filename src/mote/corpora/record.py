@@ -25,6 +25,7 @@ class Record:
         self.folder, self.file = file.parent, file
         self.work = file.parent / ".work"  # what the run needs until it is complete
         self.content: dict[str, Any] = read_json(file, missing_ok=True)
+        self.started = False
 
     @property
     def finished(self) -> dict[str, dict[str, Any]]:
@@ -52,6 +53,7 @@ class Record:
                 f"{self.folder} holds other files, or another run, which differs in {', '.join(different)}: choose "
                 "another folder, or replace the run with --overwrite"
             )
+        self.started = True
         self.update()
 
     def update(self, **changes: Any) -> None:
@@ -82,6 +84,6 @@ def open_record(folder: Path, name: str) -> Iterator[Record]:
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"what is finished is kept in {folder}, and {HOW_TO_RESUME}") from None
         finally:
-            if record.content.get("files") == {} and not any([*folder.rglob("shard-*"), *folder.rglob("block-*")]):
+            if record.started and not record.finished and not any([*folder.rglob("shard-*"), *folder.rglob("block-*")]):
                 shutil.rmtree(record.work, ignore_errors=True)
                 record.file.unlink(missing_ok=True)

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from mote.corpora.embed import CorpusText, write_texts
 from mote.corpora.encoder import Encoder
 from mote.corpora.engines import Job, read_shard, run
 from mote.corpora.options import PairOptions
 from mote.corpora.pairs import PairTexts, Ranker, bm25_ranker, dense_ranker, sparse_ranker, write_rows
 from mote.corpora.record import open_record
-from mote.corpora.texts import CorpusText, write_texts
 from mote.data.rows import Location, find_datasets, load_from_hub
 from mote.data.settings import DatasetSource
 from mote.files import replaced, sha256_of
@@ -51,7 +51,11 @@ def run_datasets(
     entries = [DatasetSource(path=path, split=options.split, subset=options.subset) for path in datasets]
     found = [location for entry in entries for location in find_datasets(entry, options.data)]
     locations = list({location.name: location for location in found}.values())
-    identity = {"model": BM25, **identity, "datasets": {each.name: _content_of(each) for each in locations}}
+    content = {
+        each.name: [sha256_of(file) for file in each.files] or [load_from_hub(each.settings)._fingerprint]
+        for each in locations
+    }
+    identity = {"model": BM25, **identity, "datasets": content}
     encoder = None
     if model != BM25:
         encoder = Encoder(model, options, is_sparse_encoder(model, commit_of(model, options.revision)))
@@ -79,14 +83,9 @@ def run_datasets(
 
 def _report(entries: Sequence[Details]) -> str:
     """Lay out the numbers of each dataset, one line each."""
-    columns = [key for key in entries[0] if key not in ("sha256", "dataset", "examples")]
+    columns = [key for key in entries[0] if key not in ("sha256", "dataset")]
     rows = [[each["dataset"], *("" if each[key] is None else f"{each[key]:,}" for key in columns)] for each in entries]
     return table(["dataset", *(key.replace("_", " ") for key in columns)], rows)
-
-
-def _content_of(location: Location[Any]) -> list[str]:
-    """Return the hashes of a dataset's files, or its fingerprint in `datasets`."""
-    return [sha256_of(file) for file in location.files] or [load_from_hub(location.settings)._fingerprint]
 
 
 def map_blocks(
@@ -104,9 +103,6 @@ def map_blocks(
                 blocks.append(dict(arrays))
             bar.update(len(part))
     return {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
-
-
-# The teacher ---------------------------------------------------------------------------------------------------------
 
 
 def _ranker(texts: PairTexts, encoder: Encoder, options: PairOptions, work: Path) -> Ranker:

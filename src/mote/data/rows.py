@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 HUB = "hub:"
 ENDINGS = (".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
 TEXT_ENDINGS = (".txt", ".txt.gz")
-PARQUET_BATCH = 4096
-"""Rows of a parquet file held in memory at once, besides those of its reader."""
+PARQUET_BATCH = 4096  # rows in memory at once, besides those of the parquet file's reader
 
 # Some exports append a hash to the names.
 _SHARD = re.compile(r"(\d+)-of-(\d+)\b")

@@ -6,7 +6,7 @@ docs/evaluation.md describes the folder. Nothing here depends on mteb.
 import csv
 import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -20,6 +20,7 @@ from mote.remote.configuration_mote import alternatives
 
 Rows = list[dict[str, Any]]
 Qrels = dict[str, dict[str, int]]  # query → document → grade
+Kinds = dict[str, TypeAdapter[Any]]  # column → what its values must be
 
 BINARY = TypeAdapter[Any](Literal[0, 1])
 STRINGS = TypeAdapter[Any](Annotated[list[str], Field(min_length=1)])
@@ -27,7 +28,7 @@ ONE_STRING = TypeAdapter[Any](Annotated[list[str], Field(min_length=1, max_lengt
 NUMBERS = TypeAdapter[Any](Annotated[list[FiniteFloat], Field(min_length=1)])
 
 # Folder of a task → split → columns that are read; in MTEB's order of task types.
-SPLITS: dict[str, dict[str, dict[str, TypeAdapter[Any]]]] = {
+SPLITS: dict[str, dict[str, Kinds]] = {
     "classification": {split: {"text": STRING, "label": LABEL} for split in ("train", "test")},
     "clustering": {"test": {"text": STRING, "label": LABEL}},
     "pair": {"test": {"sentence1": STRING, "sentence2": STRING, "label": BINARY}},
@@ -40,13 +41,11 @@ QRELS = "qrels/test.tsv"
 # Human scores of summaries; the first column that a dataset has is used. MTEB takes SummEval's `relevance`.
 SUMMARY_SCORES = ("relevance", "informativeness", "litepyramid_recall", "consistency", "coherence", "fluency")
 
-CORPUS_PER_QUERY = 10
-"""Number of documents per query to which a limited corpus is filled up."""
+CORPUS_PER_QUERY = 10  # number of documents per query to which a limited corpus is filled up
+TEXTS_PER_CLUSTER = 8  # per label, which a limited clustering dataset keeps on average, at the cost of labels
+# Share of test rows whose labels may be missing in the train split: real datasets (ATIS) have some such rows; more of
+# them suggest that the labels are spelt differently.
 MAX_UNSEEN = 0.05
-"""Fraction of test rows whose labels may be missing in the train split: real datasets (ATIS) have some such rows; more
-of them suggest that the labels are spelt differently."""
-TEXTS_PER_CLUSTER = 8
-"""Texts per label that a limited clustering dataset keeps on average, at the cost of labels."""
 
 # Version of the reader: increase it when scores of the same files change.
 _VERSION = 3
@@ -85,12 +84,7 @@ class EvaluationDataset:
         except (OSError, ValueError):
             return []
 
-    def rows(
-        self,
-        split: str = "test",
-        further: Mapping[str, TypeAdapter[Any]] | None = None,
-        same_length: Sequence[str] = (),
-    ) -> Rows:
+    def rows(self, split: str = "test", further: Kinds | None = None, same_length: Sequence[str] = ()) -> Rows:
         """Read all rows of a split, with only the columns of its task and `further` ones (`_id` is renamed to `id`)."""
         columns = {**SPLITS[self.task][split], **(further or {})}
 
@@ -163,9 +157,6 @@ def sample(rows: Rows, limit: int | None, label: str = "") -> Rows:
         places[index] = (ranks[group] + 0.5) / sizes[group]
         ranks[group] += 1
     return [rows[index] for index in sorted(sorted(places, key=places.__getitem__)[:limit])]
-
-
-# Tasks ---------------------------------------------------------------------------------------------------------------
 
 
 def read_classification(dataset: EvaluationDataset) -> dict[str, Rows]:
@@ -289,13 +280,10 @@ def _documents(qrels: Qrels) -> set[str]:
 
 def _check_ids(dataset: EvaluationDataset, noun: str, rows: Rows, judged: set[str]) -> None:
     """Refuse repeated ids, and qrels of rows that are missing: scores would be wrong."""
-    ids = [row["id"] for row in rows]
-    repeated = [name for name, count in Counter(ids).items() if count > 1]
-    unknown = sorted(judged - set(ids))
-    if repeated or unknown:
-        problem = f"names {len(unknown)} unknown" if unknown else f"cannot tell apart {len(repeated)} repeated"
-        example = (unknown or repeated)[0]
+    ids = Counter(row["id"] for row in rows)
+    wrong = sorted(judged - set(ids)) or [name for name, count in ids.items() if count > 1]
+    if wrong:
         raise ValueError(
-            f"{dataset.path}: {QRELS} {problem} {noun} ids, for instance {example!r}; there are {len(set(ids))}, for "
-            f"instance {ids[0]!r}"
+            f"{dataset.path}: {len(wrong)} {noun} ids of {QRELS} are unknown or repeated, for instance {wrong[0]!r}; "
+            f"there are {len(ids)}, for instance {next(iter(ids))!r}"
         )

@@ -12,8 +12,7 @@ from mote.data.columns import ROW_TYPES, Example, RowType, read_examples
 from mote.data.rows import Location, split_files
 from mote.data.settings import DatasetSource
 
-FOLDERS = ("retrieval", "classification", "clustering")
-"""Folders of the tasks that experts are trained on."""
+FOLDERS = ("retrieval", "classification", "clustering")  # of the tasks that experts are trained on
 
 
 @dataclass(frozen=True)
@@ -51,9 +50,9 @@ def find_texts(
     and all contribute the same number of texts. The sample of a file keeps its order.
     """
     if file is None and folder is None:
-        return Texts(_sample([_distinct(read_texts())], limit, seed), "the texts that come with MoTE")
+        return Texts(_sample([read_texts()], limit, seed), "the texts that come with MoTE")
     splits, source = _splits_of(file, folder, FOLDERS)
-    datasets = [_distinct(example.anchor for example in _read(source, split)) for split in splits]
+    datasets = [[example.anchor for example in _read(source, split)] for split in splits]
     return Texts(_sample(datasets, limit, seed), source)
 
 
@@ -68,7 +67,7 @@ def find_pairs(
         return None
     splits, source = _splits_of(file, folder, ("retrieval",))
     read = [_read(source, split, ("pairs", "scored")) for split in splits]
-    datasets = [_distinct((example.anchor, example.positives[0]) for example in examples) for examples in read]
+    datasets = [[(example.anchor, example.positives[0]) for example in examples] for examples in read]
     return Texts(_sample(datasets, limit, seed), source)
 
 
@@ -84,17 +83,13 @@ def _splits_of(
     return splits, f"{root.resolve().name}, {len(splits)} datasets"
 
 
-def _distinct(items: Iterable[Any]) -> list[Any]:
-    return list(dict.fromkeys(items))
-
-
 def _read(name: str, split: tuple[Path, ...], expected: Iterable[RowType] = tuple(ROW_TYPES)) -> list[Example]:
     return read_examples(Location(name, DatasetSource(path=name), split), expected=expected).rows
 
 
 def _sample(datasets: Sequence[list[Any]], limit: int, seed: int) -> tuple[Any, ...]:
-    """Draw from a dataset, in its order; or from each of several in turn, in the last round only from some of them."""
-    last = random.Random(seed)
+    """Draw distinct items of a dataset, in its order; or of several in turn, in the last round only of some of them."""
+    last, datasets = random.Random(seed), [list(dict.fromkeys(items)) for items in datasets]
     if len(datasets) == 1:
         items = datasets[0]
         return tuple(items[index] for index in sorted(last.sample(range(len(items)), min(limit, len(items)))))

@@ -10,10 +10,6 @@ def extra(name: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if not name:
-            raise
-        message = (
-            f'{error.name} is not installed: pip install "mote-embeddings[{name}]", or in a clone '
-            f'pip install -e ".[{name}]"'
-        )
-        raise ModuleNotFoundError(message, name=error.name) from error
+        if name:
+            error.msg += f': pip install "mote-embeddings[{name}]", or in a clone pip install -e ".[{name}]"'
+        raise

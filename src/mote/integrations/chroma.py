@@ -28,9 +28,7 @@ class MoTEEmbeddingFunction(TaskEncoder, EmbeddingFunction[Embeddable]):
     _of_config: ClassVar[dict[str, "MoTEEmbeddingFunction"]] = {}
 
     def __init__(self, model: str | os.PathLike[str], **settings: Any) -> None:
-        if not isinstance(model, str | os.PathLike):
-            raise TypeError("A collection stores the model's name: pass a folder or a Hub id, not a loaded model")
-        super().__init__(model, **settings)
+        super().__init__(os.fspath(model), **settings)  # a collection stores the name
 
     def __call__(self, input: Embeddable) -> Embeddings:
         """Embed documents: B texts to B vectors [H]."""

@@ -20,16 +20,8 @@ class MoTEEmbedding(BaseEmbedding):
 
     Args:
         model_name: A folder, an id on the Hub, or a loaded `SentenceTransformer`.
-        query_task: As in [`TaskEncoder`][mote.integrations.encoder.TaskEncoder], like the next five.
-        document_task: See there.
-        trust_remote_code: See there.
-        revision: See there.
-        device: See there.
-        encode_kwargs: See there; `batch_size` is `embed_batch_size` by default.
-        **kwargs: Arguments of `BaseEmbedding`: `embed_batch_size`, `num_workers` …
-
-    Raises:
-        ValueError: As from `TaskEncoder`, immediately, without retries.
+        **kwargs: Arguments of [`TaskEncoder`][mote.integrations.encoder.TaskEncoder], where the `batch_size` of
+            `encode_kwargs` is `embed_batch_size` by default; and of `BaseEmbedding`: `num_workers` …
     """
 
     query_task: str | None = Field(default=None, description="Task of queries")

@@ -123,7 +123,7 @@ class DatasetRows:
     def __init__(self, location: Location[DatasetSettings], task_name: str, recipe: Recipe) -> None:
         self.location, self.name, self.settings = location, location.name, location.settings
         self.task_name, self.task = task_name, recipe.tasks[task_name]
-        self.instruction = recipe.instruction_of(location.settings)  # of the anchors, in place of the task's
+        self.instruction = location.settings.instruction  # of the anchors, in place of the task's
         self.label_type = LABEL_TYPES[self.task.loss]
         self.tasks = (self.task.anchor, self.task.positive)  # of the model, for anchors and for positives
         self.row_type: RowType = "texts"

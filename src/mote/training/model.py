@@ -125,10 +125,7 @@ def tasks_of(settings: ModelSettings) -> MoTEConfig:
 def upcycling_options(settings: ModelSettings, retrieval: RetrievalSettings | None = None) -> UpcyclingOptions:
     """Return the recipe's settings of upcycling."""
     shared = {name: getattr(settings, name) for name in MoTESettings.model_fields}
-    if not settings.definitions:
-        shared["template"] = None  # it may only be for definitions of datasets
-    if settings.kind == "token_routed":
-        shared["routing"] = "token"
+    shared["routing"] = "token" if settings.kind == "token_routed" else "task"
     if retrieval is not None and retrieval.kind != "dense":
         shared |= {name: getattr(retrieval, name) for name in ("sparse_from", "max_active_dims")}
         shared["retrieval"] = retrieval.kind
@@ -310,8 +307,8 @@ def _mote_folder(recipe: Recipe, source: Checkpoint, folder: Path) -> Path:
 def native_folder(source: Checkpoint, folder: Path, bidirectional: bool = False) -> Path:
     """Return a folder from which Sentence-Transformers loads a dense source with all its weights.
 
-    It is the source's own, or `folder`, which is written unless it exists: if the source has a format that only this
-    package reads (Nomic's first one), or is a decoder that is to attend in both directions.
+    It is `folder`, which is written unless it exists, for Nomic's first format and decoders that are to attend in both
+    directions; else the source's own.
     """
     if bidirectional or is_bidirectional(source.config):
         config = make_bidirectional(source.config, source.name)

@@ -4,17 +4,21 @@ A recipe is YAML. It may extend another one (`extends: mote`), and then holds on
 `key=value` changes single settings (`training.learning_rate=2e-5`). Unknown keys are errors.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
-from typing_extensions import Self
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import Field, PositiveInt, ValidationError, field_validator, model_validator
+from typing_extensions import Self, TypeVar
+from yaml import YAMLError  # type: ignore[import-untyped]
 
-from mote.checkpoints.definitions import instruction_with
 from mote.data.settings import DatasetSource
-from mote.settings import Settings
+from mote.remote.configuration_mote import alternatives, require_known
+from mote.settings import Settings, error_messages
 from mote.training.trainer_settings import TrainerSettings, TrainingSettings
 from mote.upcycling.options import POOLING_BY_ATTENTION, POOLING_SIZES, TOKEN_ROUTING, MoTESettings
 
@@ -100,7 +104,6 @@ class DatasetSettings(DatasetSource):
     Attributes:
         instruction: Instruction of the anchors, and of all other texts with their task, replacing the task's. Needs
             homogeneous or blended batches.
-        definition: The same as a definition, which `model.template` turns into an instruction.
         weight: How often each row is seen per epoch: 2 is twice, 0.5 a seeded half of the rows.
         limit: Maximum number of rows, a seeded sample.
         max_length: Maximum length of texts in tokens: one number, or one per column.
@@ -109,17 +112,11 @@ class DatasetSettings(DatasetSource):
     """
 
     instruction: str | None = None
-    definition: str | None = None
     weight: float = Field(default=1.0, gt=0, le=1000)
     limit: int | None = Field(default=None, ge=1)
     max_length: PositiveInt | dict[Literal["anchor", "positive", "negative"], PositiveInt] | None = None
     negatives: int | None = Field(default=None, ge=0)
     min_score: float | None = None
-
-    def conflicts(self) -> Iterator[str]:
-        """Name two ways to give one instruction."""
-        if self.instruction is not None and self.definition is not None:
-            yield f"{self.path} has an instruction and a definition: give one of the two"
 
 
 class TaskSettings(Settings):
@@ -170,8 +167,7 @@ class TaskSettings(Settings):
         given = [name for name, is_given in for_info_nce.items() if is_given]
         if given and self.loss != "InfoNCE":
             yield f"for {', '.join(given)} the loss must be InfoNCE, got {self.loss}"
-        instructed = any(one.instruction is not None or one.definition is not None for one in self.datasets)
-        if instructed and self.batches == "heterogeneous":
+        if self.batches == "heterogeneous" and any(one.instruction is not None for one in self.datasets):
             yield (
                 "a batch across datasets has the instruction of its task: make its batches homogeneous, or move the "
                 "dataset with its own into another task"
@@ -263,17 +259,11 @@ class Recipe(RunSettings):
 
     PLACE: ClassVar[Any] = SHIPPED
 
-    def instruction_of(self, dataset: DatasetSettings) -> str | None:
-        """Return a dataset's own instruction; None: that of the task."""
-        if dataset.definition is None:
-            return dataset.instruction
-        return instruction_with(dataset.definition, self.model.template)
-
     def conflicts(self) -> Iterator[str]:
         """Name settings of different parts of the recipe that do not go together."""
         kind, vectors, training, peft = self.model.kind, self.retrieval.kind, self.training, self.training.peft
         for dataset in (dataset for task in self.tasks.values() for dataset in task.datasets):
-            if self.instruction_of(dataset) and not self.model.instructions:
+            if dataset.instruction and not self.model.instructions:
                 yield f"{dataset.path} has an instruction, but model.instructions is false"
         for_dense = {
             "model.kind=dense": kind == "dense",
@@ -292,3 +282,73 @@ class Recipe(RunSettings):
             yield "training.start_weight is not for training.peft: for weaker adapters, lower training.peft.alpha"
         if peft is not None and peft.base_dtype == "bfloat16" and not training.bf16:
             yield "training.peft.base_dtype=bfloat16: set training.bf16=true, too"
+
+
+# Files ---------------------------------------------------------------------------------------------------------------
+
+AnyRecipe = TypeVar("AnyRecipe", bound=RunSettings, default=Recipe)
+
+
+def shipped_recipes(place: Any = SHIPPED) -> list[str]:
+    """List the recipes shipped with the package, for training or of another kind."""
+    return sorted(entry.name.removesuffix(".yaml") for entry in place.iterdir() if entry.name.endswith(".yaml"))
+
+
+def load_recipe(
+    recipe: str | Path,
+    overrides: Sequence[str] = (),
+    kind: type[AnyRecipe] = Recipe,  # type: ignore[assignment]  # of the default
+) -> AnyRecipe:
+    """Read a recipe: a shipped one by its name, or a file. Overrides are `key=value`, a dotted key and a value in YAML.
+
+    An error lists the shipped recipes if there is no such one, and all problems of an invalid one.
+    """
+    settings = _read(str(recipe), kind.PLACE)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise ValueError(f"Override {override!r}: expected key=value, as in training.learning_rate=2e-5")
+        with _valid_yaml(f"The override {override!r}"):
+            value: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+            _require_tasks_to_remove(settings, OmegaConf.from_dotlist([override]))
+            OmegaConf.update(settings, key, value["value"], merge=False)  # a mapping is replaced as a whole
+    try:
+        # `${…}` stays as it is: it is text, of an instruction perhaps.
+        return kind.model_validate(OmegaConf.to_container(settings))
+    except ValidationError as error:
+        errors = [f"  {key or 'the recipe'}: {message}" for key, message in error_messages(error)]
+        raise ValueError("\n".join([f"The recipe {recipe} is invalid:", *errors])) from None
+
+
+def _read(recipe: str, place: Any, folder: Path = Path(), extended_by: tuple[Path, ...] = ()) -> DictConfig:
+    """Read a recipe, shipped in `place` or a file in `folder`, merged into the one that it extends."""
+    shipped = shipped_recipes(place)
+    candidates = [place / f"{recipe}.yaml"] if recipe in shipped else [folder / recipe, folder / f"{recipe}.yaml"]
+    file = next((path.resolve() for path in candidates if path.is_file()), None)
+    if file is None:
+        raise FileNotFoundError(f"There is no recipe {recipe!r}." + alternatives(recipe, shipped))
+    if file in extended_by:
+        raise ValueError(f"The recipe {recipe} extends itself")
+    with _valid_yaml(f"The recipe {recipe}"):
+        settings = DictConfig(OmegaConf.load(file))
+    if "extends" not in settings:
+        return settings
+    extended = _read(str(settings.pop("extends")), place, file.parent, (*extended_by, file))
+    _require_tasks_to_remove(extended, settings)
+    return OmegaConf.merge(extended, settings)  # type: ignore[return-value]  # of two mappings
+
+
+@contextmanager
+def _valid_yaml(what: str) -> Iterator[None]:
+    """Name what is read in the message of an error in it."""
+    try:
+        yield
+    except (YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise ValueError(f"{what} is invalid: {error}") from None
+
+
+def _require_tasks_to_remove(settings: DictConfig, changes: DictConfig) -> None:
+    """Raise `ValueError` if `null` is to remove a task that the settings do not name: probably it is misspelt."""
+    for name, task in (changes.get("tasks") or {}).items():
+        if task is None:
+            require_known(name, settings.get("tasks") or {}, "task to remove:")

@@ -23,8 +23,7 @@ from mote.files import read_json
 from mote.reporting import table
 from mote.training.processes import processes
 from mote.training.progress import Tracker, draw_curves
-from mote.training.recipe import RunSettings
-from mote.training.recipe_files import load_recipe
+from mote.training.recipe import RunSettings, load_recipe
 from mote.training.run_folder import (
     CHECKPOINT_FILE,
     CURVES_FILE,

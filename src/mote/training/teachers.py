@@ -22,15 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 class TeacherEmbeddings:
-    """The embeddings of a teacher, which is only loaded if one is missing from the cache.
+    """The embeddings of a teacher, which is only loaded if one is missing from the cache, by default huggingface_hub's.
 
-    Args:
-        settings: Settings of the recipe.
-        cache: Folder of the cache. Default: in huggingface_hub's assets cache.
-
-    Attributes:
-        name: Source and revision, as the recipe has them.
-        identity: Its commit on the Hub, or a hash of its files.
+    Its identity is its commit on the Hub, or a hash of its files.
     """
 
     def __init__(self, settings: TeacherSettings, cache: Path | None = None) -> None:

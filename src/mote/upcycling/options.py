@@ -97,8 +97,6 @@ class UpcyclingOptions(WriteOptions, MoTESettings):
     Attributes:
         default_task: Task of texts without one. Default: none, so that such texts are an error.
         layer_path: Path of the list of layers, for an architecture that is not in MoTE's table.
-        shared_modules: Paths of the submodules of a layer that all experts share; `[]`: none. With `layer_path`: the
-            attention. Default: the table's.
         routing: What picks the expert: the `task` of a text, or a learned router for each `token`.
         with_head: Keep the source's head for masked language modelling: the result is a `MoTEForMaskedLM`.
         retrieval: Vectors of the result: `dense`, `sparse` (a Sentence-Transformers `SparseEncoder`), or `hybrid`, both
