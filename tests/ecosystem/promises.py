@@ -33,11 +33,7 @@ def promises(
 ) -> Callable:
     """Register a check of the code under `heading`; with several blocks there, "heading 2" is the second.
 
-    Args:
-        heading: As on the page.
-        *needs: Modules without which the test is skipped.
-        tier: "slow" or "processes"; default: the default tier.
-        prepare: Called before the code runs, to replace what is only on the Hub.
+    Without a module that it `needs`, the test is skipped; `prepare` replaces what is only on the Hub.
     """
 
     def register(check: Callable[[dict[str, Any], Reference], None]) -> Callable:

@@ -44,10 +44,10 @@ def filled(client: Any, function: Any, **settings: Any) -> Any:
     return collection
 
 
-def is_queried_by(collection: Any, task: str, document_task: str, reference: Reference) -> None:
+def is_queried_by(collection: Any, task: str, reference: Reference) -> None:
     """Fail unless a collection's answer to a query is that of the expert of `task`."""
     found = collection.query(query_texts=[TEXTS[1]], n_results=3)
-    documents = reference.embed(TEXTS, document_task)
+    documents = reference.embed(TEXTS, "search_document")
     distances = 1 - documents @ reference.embed(TEXTS[1:2], task)[0]
     assert found["distances"][0] == pytest.approx(sorted(distances), abs=1e-4)
     assert found["documents"][0][0] == TEXTS[distances.argmin()]
@@ -57,7 +57,7 @@ def test_queries_and_documents(client: Any, function: EmbeddingFunction, referen
     collection = filled(client, function)
     reference.is_by(stored(collection), TEXTS, "search_document")
     reference.is_by(function.embed_query(TEXTS), TEXTS, "search_query")
-    is_queried_by(collection, "search_query", "search_document", reference)
+    is_queried_by(collection, "search_query", reference)
 
 
 def test_collections_know_their_function(client: Any, trained_folder: Path, reference: Reference) -> None:
@@ -65,7 +65,7 @@ def test_collections_know_their_function(client: Any, trained_folder: Path, refe
     function = MoTEEmbeddingFunction(trained_folder, query_task="sts", **settings)
     collection = client.get_collection(filled(client, function).name)  # without a function
     assert collection.configuration["embedding_function"] is function  # loaded once
-    is_queried_by(collection, "sts", "search_document", reference)
+    is_queried_by(collection, "sts", reference)
     assert collection.configuration_json["embedding_function"] == {
         "name": "mote",
         "type": "known",

@@ -1,6 +1,5 @@
 """LangChain's `Embeddings` over a MoTE."""
 
-import pickle
 from pathlib import Path
 
 import pytest
@@ -22,8 +21,3 @@ def test_queries_and_documents(trained_folder: Path, reference: Reference) -> No
     reference.is_by(embeddings.embed_query(TEXTS[0]), TEXTS[:1], "search_query")  # encode_kwargs are theirs, too
     assert type(documents[0]) is list
     assert type(documents[0][0]) is float
-
-
-def test_pickling(trained_folder: Path, reference: Reference) -> None:
-    embeddings = MoTEEmbeddings(trained_folder, trust_remote_code=True, document_task="clustering")
-    reference.is_by(pickle.loads(pickle.dumps(embeddings)).embed_documents(TEXTS), TEXTS, "clustering")

@@ -28,8 +28,16 @@ def test_queries_and_texts(trained_folder: Path, reference: Reference) -> None:
     reference.is_by(embedding.get_text_embedding_batch(TEXTS), TEXTS, "search_document")
 
 
-def test_async(model: SentenceTransformer, reference: Reference) -> None:
+def test_async_calls_leave_the_loop_free(model: SentenceTransformer, reference: Reference, monkeypatch: Any) -> None:
     embedding = MoTEEmbedding(model, query_task="clustering", embed_batch_size=2)
+    threads: set[int] = set()
+    encode = SentenceTransformer.encode
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        threads.add(threading.get_ident())
+        return encode(*args, **kwargs)
+
+    monkeypatch.setattr(SentenceTransformer, "encode", record)
 
     async def all_of_them() -> None:
         query, text, texts = await asyncio.gather(
@@ -42,21 +50,8 @@ def test_async(model: SentenceTransformer, reference: Reference) -> None:
         reference.is_by(texts, TEXTS, "search_document")
 
     asyncio.run(all_of_them())
-
-
-def test_async_calls_leave_the_loop_free(model: SentenceTransformer, monkeypatch: pytest.MonkeyPatch) -> None:
-    embedding = MoTEEmbedding(model)
-    threads: list[int] = []
-    encode = SentenceTransformer.encode
-
-    def record(*args: Any, **kwargs: Any) -> Any:
-        threads.append(threading.get_ident())
-        return encode(*args, **kwargs)
-
-    monkeypatch.setattr(SentenceTransformer, "encode", record)
-    asyncio.run(embedding.aget_text_embedding_batch(TEXTS))
-    assert threads
     assert threading.get_ident() not in threads
+    assert threads
 
 
 def test_serialization(trained_folder: Path, reference: Reference) -> None:
@@ -91,22 +86,6 @@ def test_ingestion_knows_the_task(model: SentenceTransformer, reference: Referen
     reference.is_by([node.embedding for node in cached.run(nodes=nodes)], TEXTS, "search_document")
     other = IngestionPipeline(transformations=[MoTEEmbedding(model, document_task="clustering")], cache=cached.cache)
     reference.is_by([node.embedding for node in other.run(nodes=nodes)], TEXTS, "clustering")
-
-
-def test_an_error_is_raised_at_once(model: SentenceTransformer, monkeypatch: pytest.MonkeyPatch) -> None:
-    embedding = MoTEEmbedding(model)
-    calls: list[Any] = []
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        raise ValueError("No task")
-
-    monkeypatch.setattr(SentenceTransformer, "encode", fail)
-    with pytest.raises(ValueError, match="No task"):
-        embedding.get_query_embedding(TEXTS[0])
-    with pytest.raises(ValueError, match="No task"):
-        embedding.get_text_embedding_batch(TEXTS)
-    assert len(calls) == 2
 
 
 def test_a_misspelled_argument_is_an_error(model: SentenceTransformer) -> None:
