@@ -8,7 +8,6 @@ import math
 import re
 import shutil
 import struct
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,18 +23,14 @@ from scipy.special import rel_entr, softmax
 from scipy.stats import ttest_ind
 from sentence_transformers import SentenceTransformer, SparseEncoder
 from sentence_transformers.base.modules import Router
-from transformers import PreTrainedConfig
 
 import mote
 from mote import Analysis, upcycle
 from mote.analysis import plots
 from mote.analysis.analyze import default_tasks, embed, instructions_of
 from mote.analysis.measures import ALL_PAIRS, cosines, divergence_of, neighbor_distributions, similarity_of
-from mote.analysis.results import ModelAnalysis
 from mote.analysis.weight_change import weight_change_of
 from mote.cli import main
-from mote.data.texts import Texts
-from mote.statistics import welch_test
 
 TEXTS = [
     "whales breathe air",
@@ -124,24 +119,6 @@ def test_prompts_of_dense_models() -> None:
     assert default_tasks(model) == ["clustering", "search_query"]
     expected = model.encode([f"s: {text}" for text in TEXTS])
     np.testing.assert_allclose(embed(model, TEXTS, "search_query"), expected, atol=1e-6)
-
-
-def test_welchs_test_equals_scipy_s() -> None:
-    generator = np.random.default_rng(0)
-    texts = Texts(tuple(TEXTS), "given texts")
-    first, second = (
-        ModelAnalysis(name, {}, {}, {pair: generator.normal(mean, spread, 9) for pair in ("a / b", "a / c")})
-        for name, mean, spread in (("x", 0.6, 0.2), ("y", 0.8, 0.05))
-    )
-    tests = Analysis((first, second), texts, None, 0).tests()["y"]
-    assert list(tests) == ["a / b", "a / c"]
-    for pair, test in tests.items():
-        a, b = first.similarity[pair], second.similarity[pair]
-        expected = ttest_ind(a, b, equal_var=False, alternative="less")
-        numbers = (test.t, test.degrees_of_freedom, test.p, test.mean_first, test.mean_second)
-        wanted = (expected.statistic, expected.df, expected.pvalue, a.mean(), b.mean())
-        assert numbers == pytest.approx(wanted, rel=1e-9)
-    assert welch_test(np.ones(4), np.ones(4)).p is None
 
 
 def test_divergences_equal_scipy_s() -> None:
@@ -300,12 +277,6 @@ def test_a_start_of_another_shape_is_refused(upcycled: Path, tmp_path: Path) -> 
         weight_change_of(str(upcycled), str(wide))
 
 
-def test_the_start_is_checked_before_models_are_loaded(trained_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(sys.modules["mote.analysis.analyze"], "load_any_encoder")
-    with pytest.raises(FileNotFoundError, match="no/such"):
-        analyze([trained_folder], texts=TEXTS, start="no/such")
-
-
 @pytest.mark.long
 def test_an_analysis_is_written_as_tables_json_and_charts(found: Analysis, tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "out"
@@ -357,16 +328,6 @@ def test_without_space_for_all_files_the_earlier_analysis_remains(
 def test_the_same_analysis_twice_is_the_same(found: Analysis, trained_folder: Path, prompted: Path) -> None:
     again = analyze({"trained": trained_folder, "dense": prompted}, texts=TEXTS, start=str(SMALL_ENCODER))
     assert again.to_json() == found.to_json()
-
-
-def test_names_are_resolved_before_anything_is_loaded(
-    trained_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(PreTrainedConfig, "get_config_dict")
-    assert main(["analyze", str(trained_folder), "no/such"]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("error: no/such is neither a folder nor available on the Hub: Cannot find ")
-    assert error.count("\n") == 1
 
 
 def test_code_of_a_folder_runs_only_if_trusted(trained_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -237,13 +237,11 @@ def test_an_interrupted_run_says_how_to_resume(data: Path, tmp_path: Path, monke
         (["--data", "DATA", "--task", "sts/part9"], "sts/part9"),
         (["--data", "nowhere"], "nowhere"),
         (["--data", "DATA", "--reference", "gpt"], "Unknown model 'gpt'. Available: 'small-encoder'"),
-        (["--data", "DATA", "--dtype", "int3"], 'Invalid value "int3" for --dtype. Choose from: "float32"'),
-        (["--data", "DATA", "--limit", "0"], "greater than or equal to 1"),
     ],
 )
 def test_invalid_arguments(words: list[str], said: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(data) if word == "DATA" else word for word in words]
-    assert main(["evaluate", str(SMALL_ENCODER), *words]) == (2 if said.startswith(("Invalid", "greater")) else 1)
+    assert main(["evaluate", str(SMALL_ENCODER), *words]) == 1
     assert said in capsys.readouterr().err
 
 
