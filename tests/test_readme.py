@@ -12,17 +12,6 @@ from helpers.printed import assert_same_output
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_first_screen_has_two_commands_in_short_lines() -> None:
-    block = re.search(r"```bash\n(.*?)```", README, re.DOTALL)
-    assert block is not None
-    assert max(map(len, block[1].splitlines())) <= 110
-    commands = re.findall(r"^python3 -m venv .*?(?:&&\n.*?)*$", block[1], re.MULTILINE)
-    assert [re.split(r"&&\s+", command)[-1] for command in commands] == [
-        ".venv/bin/python examples/00_quickstart.py",
-        ".venv/bin/python -m pytest -n 2 --dist worksteal",
-    ]
-
-
 def test_what_decides_is_read_in_one_minute() -> None:
     assert len(README.split("\n## How it works")[0].splitlines()) <= 45
 

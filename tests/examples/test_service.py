@@ -356,7 +356,6 @@ def test_a_service_that_cannot_start_says_why(trained_folder: Path) -> None:
         (["{dense}"], "is not a MoTE but a 'bert'"),
         (["{mote}/nothing"], "is neither a folder nor"),
         (["{mote}", "--device", "cuda:99"], "does not load in Sentence-Transformers"),
-        (["{mote}", "--dtype", "float31"], "does not load in Sentence-Transformers"),
         (["{mote}", "--batch-timeout", "0"], "--batch-timeout: invalid positive value: '0'"),
         (["{mote}", "--port", "70000"], "--port: invalid port value: '70000'"),
     ],

@@ -82,9 +82,7 @@ def test_the_list(with_legal: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["add", "{}", "nobody/nothing", "--name", "x"], "nobody/nothing is neither a folder nor available on the Hub"),
         (["merge", "{}", "clustering=0", "--name", "x"], "'clustering' is 0.0: expected a number above 0"),
-        (["merge", "{}", "clustering=much", "--name", "x"], "could not convert string to float: 'much'"),
         (["remove", "{}", "search_query"], "`--task query=EXPERT`, or none (`--task query=`) to remove the task"),
-        (["extract", "{}", "clusterin"], "Unknown expert 'clusterin'. Did you mean 'clustering'?"),
     ],
 )
 def test_invalid_command_lines(words: list[str], message: str, tiny_mote: Path, tmp_path: Path, capsys: Any) -> None:

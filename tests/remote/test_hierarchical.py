@@ -21,7 +21,6 @@ from mote.experts import add, parameter_counts
 from mote.remote.hierarchical_mote import HierarchicalMoTEConfig, HierarchicalMoTEModel
 from mote.remote.token_routing_mote import FeedForwardExperts, load_balancing_loss
 
-TASKS = ["x", "y", "y", "x"]
 IMPLEMENTATIONS = ["eager", "batched_mm", "grouped_mm"]
 
 

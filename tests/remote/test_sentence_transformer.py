@@ -117,6 +117,8 @@ def test_texts_that_begin_with_an_instruction(model: SentenceTransformer, expect
     longer = model.encode(TEXTS, prompt="search_query: about animals: ")  # a prompt that continues after it
     assert_near(longer, model.encode([f"about animals: {text}" for text in TEXTS], prompt_name="search_query"))
     assert len(model.encode([], prompt_name="clustering")) == 0
+    with pytest.raises(ValueError, match="must be one text for all inputs, got a list"):
+        model.encode(TEXTS, prompt=["clustering: "] * 4)
 
 
 def test_prompt_names_without_instructions(trained_folder: Path, expected: dict, tmp_path: Path) -> None:
@@ -168,20 +170,6 @@ def test_one_expert_alone(trained_folder: Path, expected: dict, kwargs: str) -> 
     assert_near(model.encode_query(TEXTS), expected["search_query", "search_query: "])
     with pytest.raises(ValueError, match="needs the expert 'search_document', which was not loaded"):
         model.encode_document(TEXTS)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({}, "(?s)No task for the text .*Available: 'classification', 'clustering'"),
-        ({"task": "serch_query"}, "Unknown task 'serch_query'. Did you mean 'search_query'"),
-        ({"task": ["clustering"] * 4}, "Unknown task ."),
-        ({"prompt": ["clustering: "] * 4}, "must be one text for all inputs, got a list: .*=excluded"),
-    ],
-)
-def test_what_is_refused(model: SentenceTransformer, arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        model.encode(TEXTS, **arguments)
 
 
 @pytest.mark.parametrize(
