@@ -3,26 +3,10 @@
 Real clients (huggingface_hub, transformers, sentence-transformers) run in processes of their own and find the server
 through ``HF_ENDPOINT``; `HubServer.environment` builds their whole environment. Everything is kept in memory. The
 protocol was read off what huggingface_hub (1.5 to 2.4) sends and expects back, and off the git-lfs batch API. Extend it
-only where a test of this project needs it. The endpoints, by the names that the request log and `HubServer.fail` use:
+only where a test of this project needs it.
 
-    whoami         GET  /api/whoami-v2
-    create_repo    POST /api/repos/create
-    validate_yaml  POST /api/validate-yaml                            accepts every model card
-    model_info     GET  /api/models/{repo}[/revision/{revision}]
-    tree           GET  /api/models/{repo}/tree/{revision}[/{path}]   also with ?recursive; always one page
-    commits        GET  /api/models/{repo}/commits/{revision}
-    preupload      POST /api/models/{repo}/preupload/{revision}       which files go to LFS, and what is stored already
-    lfs_batch      POST /{repo}.git/info/lfs/objects/batch            signed storage URLs, for the `basic` transfer
-    commit         POST /api/models/{repo}/commit/{revision}          NDJSON: file, lfsFile, deletedFile, deletedFolder
-    resolve        GET  /{repo}/resolve/{revision}/{path}             an LFS file redirects to the storage
-    upload         PUT  /storage/{repo}/{oid}                         checks the sha256
-    download       GET  /storage/{repo}/{oid}
-
-GET endpoints answer HEAD too. The storage goes by another host name (``localhost`` instead of ``127.0.0.1``), so that
-clients treat it as foreign: they send no token, only the signed URL.
-
-Clients need ``HF_HUB_DISABLE_XET=1`` (`HubServer.environment` sets it): where hf_xet is installed, huggingface_hub 2.4
-uploads through Xet without asking the server. Downloads do not need it, nor does huggingface_hub 1.5, which asks first.
+The storage goes by another host name (``localhost``), so that clients treat it as foreign and send it no token. They
+need ``HF_HUB_DISABLE_XET=1``: with hf_xet, huggingface_hub 2.4 uploads through Xet without asking the server.
 
 Every repository can also be read as a dataset, under `/datasets/{repo}` and `/api/datasets/{repo}`. Unlike on the Hub,
 which answers 401, a missing or hidden repository is 404 for anonymous clients too.
@@ -35,62 +19,114 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import threading
-import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from types import TracebackType
+from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from hub.repositories import GIT_ATTRIBUTES, Blob, HubError, Repo, Response, answer
-
 # Settings of whoever runs the tests, which must not reach a client process.
 _FOREIGN_SETTINGS = re.compile(r"(HF|HUGGINGFACE|HUGGING_FACE|TRANSFORMERS|SENTENCE_TRANSFORMERS)_.*|.*_PROXY", re.I)
-
-
-@dataclass(frozen=True)
-class Account:
-    """The account behind a token, and its rights."""
-
-    name: str
-    can_write: bool = True
-
-    def owns(self, repo_id: str) -> bool:
-        return repo_id.split("/")[0] == self.name
+_ROLES = {"hf_write": "write", "hf_read": "read"}  # of the tokens that there are, both of the account `user`
+_DATE = "2026-01-01T00:00:00.000Z"  # of all commits
+_LFS = (".bin", ".onnx", ".safetensors")
 
 
 @dataclass
-class Request:
-    """An entry of the request log."""
+class Response:
+    """What an endpoint answers."""
 
-    endpoint: str
-    method: str
-    path: str
-    headers: dict[str, str]  # names in lower case
-    status: int = 0
+    status: int
+    headers: dict[str, str]
+    body: bytes = b""
+
+
+def answer(value: object, status: int = 200) -> Response:
+    return Response(status, {"Content-Type": "application/json"}, json.dumps(value).encode())
+
+
+class HubError(Exception):
+    """An error response in the form that huggingface_hub expects."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, commit: Commit | None = None) -> None:
+        super().__init__(message)
+        headers = {"X-Error-Message": message, "X-Error-Code": code, "X-Repo-Commit": commit and commit.id}
+        self.response = answer({"error": message}, status)
+        self.response.headers |= {name: value for name, value in headers.items() if value}
+
+
+@dataclass(frozen=True)
+class Blob:
+    """A stored file."""
+
+    content: bytes
+    lfs: bool = False
+
+    @cached_property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.content).hexdigest()
+
+    @cached_property
+    def git_oid(self) -> str:
+        return hashlib.sha1(b"blob %d\0" % len(self.content) + self.content).hexdigest()
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A state of a repository's files."""
+
+    id: str  # 40 hexadecimal digits
+    files: Mapping[str, Blob]
+
+    def entries(self) -> dict[str, dict[str, Any]]:
+        """Every file and folder by path, as the Hub describes it."""
+        entries: dict[str, dict[str, Any]] = {}
+        for path, blob in sorted(self.files.items()):
+            for folder in [str(parent) for parent in PurePosixPath(path).parents][-2::-1]:
+                entries[folder] = {"type": "directory", "path": folder, "oid": self.id, "size": 0}
+            size = len(blob.content)
+            lfs = {"lfs": {"oid": blob.sha256, "size": size, "pointerSize": 134}} if blob.lfs else {}
+            entries[path] = {"type": "file", "path": path, "oid": blob.git_oid, "size": size, **lfs}
+        return entries
+
+
+@dataclass
+class Repo:
+    """A repository with one branch, `main`."""
+
+    private: bool
+    commits: list[Commit] = field(default_factory=list)
+    objects: dict[str, bytes] = field(default_factory=dict)  # LFS content by sha256
+
+    def at(self, revision: str) -> Commit:
+        found = self.commits[-1:] if revision == "main" else [one for one in self.commits if one.id == revision]
+        if not found:
+            raise HubError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+        return found[0]
+
+    def add(self, files: Mapping[str, Blob]) -> Commit:
+        """Commits a complete set of files."""
+        listing = sorted((path, blob.git_oid) for path, blob in files.items())
+        commit_id = hashlib.sha1(repr((len(self.commits), listing)).encode()).hexdigest()
+        self.commits.append(Commit(commit_id, dict(files)))
+        return self.commits[-1]
 
 
 class HubServer:
     """The server: a context manager that serves from threads of the test process.
 
-    The tokens ``hf_write`` and ``hf_read`` belong to the account ``user``, and ``hf_other`` to the account ``other``.
-    Any other token is refused with 401. `requests` is the log.
+    `faults` makes endpoints, by the names of the methods below, fail with a status and a message. huggingface_hub
+    repeats most requests (not `commit`) up to five times, over some 23 seconds, after 408, 429, 500, 502, 503 and 504:
+    to make a push fail quickly use another status.
     """
 
     def __init__(self) -> None:
-        user, reader, other = Account("user"), Account("user", can_write=False), Account("other")
-        self.accounts = {"hf_write": user, "hf_read": reader, "hf_other": other}
-        self.requests: list[Request] = []
         self.repos: dict[str, Repo] = {}
-        self.errors: list[str] = []
         self.lock = threading.RLock()
-        self._faults: dict[str, tuple[int, str]] = {}
-        self._secret = secrets.token_hex()
+        self.faults: dict[str, tuple[int, str]] = {}
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, self))
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
 
@@ -98,12 +134,9 @@ class HubServer:
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        """Errors inside the server are raised here, unless the test has already failed."""
+    def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()
-        if self.errors and kind is None:
-            raise RuntimeError("HubServer failed to answer:\n" + "\n".join(self.errors))
 
     def environment(self, home: Path | str, token: str | None = None) -> dict[str, str]:
         """The environment of a client process: the current one without any other Hub setting."""
@@ -114,40 +147,23 @@ class HubServer:
 
     def create_repo(self, repo_id: str, private: bool = False) -> Repo:
         """Creates a repository with the first commit that the Hub makes: a .gitattributes."""
-        repo = self.repos[repo_id] = Repo(repo_id, private)
-        repo.add("main", {".gitattributes": Blob(GIT_ATTRIBUTES)}, "system", "initial commit")
+        repo = self.repos[repo_id] = Repo(private)
+        repo.add({".gitattributes": Blob(b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n")})
         return repo
 
-    def add_repo(self, repo_id: str, folder: Path | str, private: bool = False) -> str:
-        """Commits a folder's files to `main`, creating the repository if needed; returns the commit's hash."""
+    def add_repo(self, repo_id: str, folder: Path | str) -> str:
+        """Commits a folder's files, creating the repository if needed; returns the commit's hash."""
         contents = {p.relative_to(folder).as_posix(): p.read_bytes() for p in Path(folder).rglob("*") if p.is_file()}
-        with self.lock:
-            repo = self.repos.get(repo_id) or self.create_repo(repo_id, private)
-            blobs = {path: Blob(data, repo.is_lfs("main", path, len(data))) for path, data in contents.items()}
-            repo.objects |= {blob.sha256: blob.content for blob in blobs.values() if blob.lfs}
-            attributes = {".gitattributes": repo.at("main").files[".gitattributes"]}
-            return repo.add("main", {**attributes, **blobs}, repo_id.split("/")[0], "Add folder").id
+        repo = self.repos.get(repo_id) or self.create_repo(repo_id)
+        blobs = {path: Blob(data, path.endswith(_LFS)) for path, data in contents.items()}
+        repo.objects |= {blob.sha256: blob.content for blob in blobs.values() if blob.lfs}
+        return repo.add({".gitattributes": repo.at("main").files[".gitattributes"], **blobs}).id
 
-    def files(self, repo_id: str, revision: str = "main") -> dict[str, bytes]:
-        return {path: blob.content for path, blob in self.repos[repo_id].at(revision).files.items()}
+    def files(self, repo_id: str) -> dict[str, bytes]:
+        return {path: blob.content for path, blob in self.repos[repo_id].at("main").files.items()}
 
-    def fail(self, endpoint: str, status: int, message: str) -> None:
-        """Makes an endpoint fail with an error status, until `heal`.
-
-        huggingface_hub repeats most requests (not `commit`) up to five times, over some 23 seconds, after 408, 429,
-        500, 502, 503 and 504: to make a push fail quickly use another status.
-        """
-        assert endpoint in [function.__name__ for _, _, function in _ROUTES], endpoint
-        self._faults[endpoint] = status, message
-
-    def heal(self) -> None:
-        self._faults.clear()
-
-    def sign(self, method: str, repo_id: str, oid: str) -> str:
-        """The URL that allows one operation on one stored object without a token."""
-        signature = hashlib.sha256(f"{self._secret} {method} {repo_id} {oid}".encode()).hexdigest()
-        storage = self.endpoint.replace("127.0.0.1", "localhost")
-        return f"{storage}/storage/{repo_id}/{oid}?signature={signature}"
+    def storage(self, repo_id: str, oid: str) -> str:
+        return f"{self.endpoint.replace('127.0.0.1', 'localhost')}/storage/{repo_id}/{oid}"
 
 
 _Endpoint = Callable[..., Response]
@@ -177,97 +193,66 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*args)
 
     def do_GET(self) -> None:
-        url = urlsplit(self.path)
-        method = "GET" if self.command == "HEAD" else self.command
-        path = re.sub("^(/api)?/datasets/", lambda found: "/api/models/" if found[1] else "/", url.path)
-        matches = [(function, pattern.fullmatch(path)) for m, pattern, function in _ROUTES if m == method]
-        endpoint, match = next(((function, match) for function, match in matches if match), (None, None))
-        arguments = {name: text and unquote(text) for name, text in match.groupdict().items()} if match else {}
-        headers = {name.lower(): value for name, value in self.headers.items()}
-        request = Request(endpoint.__name__ if endpoint else "unknown", self.command, self.path, headers)
-        self.hub.requests.append(request)
-        self.query = parse_qs(url.query)
-        fault = self.hub._faults.get(request.endpoint)
         self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        response = self._respond(endpoint, arguments, fault)
-        self._send(response)
-        request.status = response.status
-
-    do_HEAD = do_POST = do_PUT = do_DELETE = do_GET  # noqa: N815
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Nothing is printed."""
-
-    def _respond(
-        self, endpoint: _Endpoint | None, arguments: dict[str, str | None], fault: tuple[int, str] | None
-    ) -> Response:
         try:
-            if fault:
-                raise HubError(*fault)
-            if "Transfer-Encoding" in self.headers:
-                self.close_connection = True
-                raise HubError(411, "Content-Length required")
-            if endpoint is None:
-                raise HubError(404, f"HubServer has no endpoint {self.command} {self.path}")
             with self.hub.lock:
-                return endpoint(self, **arguments)
+                response = self._respond()
         except HubError as error:
-            return error.response
-        except Exception:
-            self.hub.errors.append(traceback.format_exc())
-            return HubError(500, "HubServer failed to answer").response
-
-    def _send(self, response: Response) -> None:
+            response = error.response
         self.send_response(response.status)
         for name, value in {**response.headers, "Content-Length": str(len(response.body))}.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(b"" if self.command == "HEAD" else response.body)
 
-    def _account(self) -> Account | None:
-        token = self.headers.get("Authorization")
-        account = self.hub.accounts.get(token.removeprefix("Bearer ")) if token else None
-        if token and account is None:
+    do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        """Nothing is printed."""
+
+    def _respond(self) -> Response:
+        url = urlsplit(self.path)
+        self.query = parse_qs(url.query)
+        path = re.sub("^(/api)?/datasets/", lambda found: "/api/models/" if found[1] else "/", url.path)
+        for method, pattern, endpoint in _ROUTES:
+            match = pattern.fullmatch(path)
+            if match and method == ("GET" if self.command == "HEAD" else self.command):
+                if endpoint.__name__ in self.hub.faults:
+                    raise HubError(*self.hub.faults[endpoint.__name__])
+                return endpoint(self, **{name: text and unquote(text) for name, text in match.groupdict().items()})
+        raise HubError(404, f"HubServer has no endpoint {self.command} {self.path}")
+
+    def _role(self) -> str | None:
+        """What the client's token allows; None without one."""
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if token and token not in _ROLES:
             raise HubError(401, "Invalid credentials in Authorization header")
-        return account
-
-    def _known_account(self) -> Account:
-        account = self._account()
-        if account is None:
-            raise HubError(401, "Invalid username or password.")
-        return account
-
-    def _writer(self, repo_id: str) -> Account:
-        account = self._known_account()
-        if not (account.can_write and account.owns(repo_id)):
-            raise HubError(403, f"This token has no right to write to {repo_id}")
-        return account
+        return _ROLES.get(token)
 
     def _repo(self, repo_id: str) -> Repo:
-        account, repo = self._account(), self.hub.repos.get(repo_id)
-        if repo is None or (repo.private and not (account and account.owns(repo_id))):
+        role, repo = self._role(), self.hub.repos.get(repo_id)
+        if repo is None or (repo.private and role is None):
             raise HubError(404, "Repository not found", "RepoNotFound")
         return repo
 
-    def _writable_repo(self, repo_id: str) -> Repo:
-        repo = self._repo(repo_id)
-        self._writer(repo_id)
-        return repo
+    def _writable(self, repo_id: str) -> str:
+        if self._role() != "write" or not repo_id.startswith("user/"):
+            raise HubError(403, f"This token has no right to write to {repo_id}")
+        return repo_id
 
     @_route("GET", "/api/whoami-v2")
     def whoami(self) -> Response:
-        account = self._known_account()
-        token = {"displayName": "test", "role": "write" if account.can_write else "read"}
-        user = {"type": "user", "id": account.name, "name": account.name, "fullname": account.name}
+        role = self._role()
+        if role is None:
+            raise HubError(401, "Invalid username or password.")
+        token = {"displayName": "test", "role": role}
+        user = {"type": "user", "id": "user", "name": "user", "fullname": "user"}
         return answer({**user, "orgs": [], "auth": {"type": "access_token", "accessToken": token}})
 
     @_route("POST", "/api/repos/create")
     def create_repo(self) -> Response:
         wish = json.loads(self.body)
-        repo_id = f"{wish.get('organization') or self._known_account().name}/{wish['name']}"
-        self._writer(repo_id)
-        if wish.get("type", "model") != "model":
-            raise HubError(501, "HubServer holds models only")
+        repo_id = self._writable(f"{wish.get('organization') or 'user'}/{wish['name']}")
         about = {"url": f"{self.hub.endpoint}/{repo_id}", "name": repo_id}
         if repo_id in self.hub.repos:
             return answer({**about, "error": "You already created this model repo"}, 409)
@@ -285,7 +270,7 @@ class _Handler(BaseHTTPRequestHandler):
         commit = found.at(revision or "main")
         names = {"_id": repo, "id": repo, "modelId": repo, "author": repo.split("/")[0], "sha": commit.id}
         state = {"private": found.private, "gated": False, "disabled": False, "tags": [], "downloads": 0, "likes": 0}
-        dates = {"createdAt": list(commit.history())[-1].date, "lastModified": commit.date}
+        dates = {"createdAt": _DATE, "lastModified": _DATE}
         return answer({**names, **state, **dates, "siblings": [{"rfilename": path} for path in sorted(commit.files)]})
 
     @_route("GET", "/api/models/{repo}/tree/{revision}(?:/{path})?")
@@ -300,67 +285,47 @@ class _Handler(BaseHTTPRequestHandler):
 
     @_route("GET", "/api/models/{repo}/commits/{revision}")
     def commits(self, repo: str, revision: str) -> Response:
-        keys = ("id", "title", "message", "date")
-        history = self._repo(repo).at(revision).history()
-        return answer([{**{k: getattr(c, k) for k in keys}, "authors": [{"user": c.author}]} for c in history])
+        about = {"date": _DATE, "title": "Add files", "message": "", "authors": [{"user": "user"}]}
+        return answer([{"id": commit.id, **about} for commit in reversed(self._repo(repo).commits)])
 
     @_route("POST", "/api/models/{repo}/preupload/{revision}")
     def preupload(self, repo: str, revision: str) -> Response:
-        found = self._writable_repo(repo)
-        stored = found.at(revision).files
+        """Says which files go to LFS, and what is stored already, which the client skips where it has not changed."""
+        commit = self._repo(self._writable(repo)).at(revision)
         modes = []
-        for file in json.loads(self.body)["files"]:
-            path, old = file["path"], stored.get(file["path"])
-            mode = "lfs" if found.is_lfs(revision, path, file["size"]) else "regular"
-            # the oid lets the client skip files that have not changed
+        for path in [file["path"] for file in json.loads(self.body)["files"]]:
+            old = commit.files.get(path)
             oid = {"oid": old.sha256 if old.lfs else old.git_oid} if old else {}
+            mode = "lfs" if path.endswith(_LFS) else "regular"
             modes.append({"path": path, "uploadMode": mode, "shouldIgnore": False, **oid})
-        return answer({"files": modes, "commitOid": found.at(revision).id})
+        return answer({"files": modes, "commitOid": commit.id})
 
     @_route("POST", r"/{repo}\.git/info/lfs/objects/batch")
     def lfs_batch(self, repo: str) -> Response:
-        found = self._writable_repo(repo)
+        found = self._repo(self._writable(repo))
         objects = [{"oid": wish["oid"], "size": wish["size"]} for wish in json.loads(self.body)["objects"]]
         for entry in objects:
             if entry["oid"] not in found.objects:  # objects that are already stored need no action
-                entry["actions"] = {"upload": {"href": self.hub.sign("PUT", repo, entry["oid"])}}
+                entry["actions"] = {"upload": {"href": self.hub.storage(repo, entry["oid"])}}
         return answer({"transfer": "basic", "objects": objects})
 
-    @_route("POST", "/api/models/{repo}/commit/{revision}")
-    def commit(self, repo: str, revision: str) -> Response:
-        found, author = self._writable_repo(repo), self._writer(repo)
-        if "create_pr" in self.query:
-            raise HubError(501, "HubServer has no pull requests")
-        if revision not in found.branches:
-            raise HubError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
-        header, *operations = [json.loads(line) for line in self.body.splitlines()]
-        about, head = header["value"], found.at(revision)
-        if about.get("parentCommit", head.id) != head.id:
-            raise HubError(412, "A commit has happened since. Please refresh and try again.")
-        files = dict(head.files)
-        for operation in operations:
-            self._apply(found, files, operation["key"], operation["value"])
-        commit = found.add(revision, files, author.name, about["summary"], about.get("description", ""))
+    @_route("POST", "/api/models/{repo}/commit/main")
+    def commit(self, repo: str) -> Response:
+        found = self._repo(self._writable(repo))
+        files = dict(found.at("main").files)
+        for operation in [json.loads(line) for line in self.body.splitlines()][1:]:  # behind a header
+            kind, value = operation["key"], operation["value"]
+            if kind == "file":
+                files[value["path"]] = Blob(base64.b64decode(value["content"]))
+            elif kind == "lfsFile":
+                files[value["path"]] = Blob(found.objects[value["oid"]], lfs=True)
+            elif kind == "deletedFile":
+                del files[value["path"]]
+            else:
+                raise HubError(501, f"HubServer knows no operation {kind}")
+        commit = found.add(files)
         url = f"{self.hub.endpoint}/{repo}/commit/{commit.id}"
         return answer({"success": True, "commitUrl": url, "commitOid": commit.id, "hookOutput": ""})
-
-    def _apply(self, repo: Repo, files: dict[str, Blob], kind: str, value: dict[str, Any]) -> None:
-        path = value["path"]
-        if kind == "file":
-            files[path] = Blob(base64.b64decode(value["content"]))
-        elif kind == "lfsFile":
-            if value["oid"] not in repo.objects:
-                raise HubError(400, f"An LFS pointer points to an object that does not exist: {path}")
-            files[path] = Blob(repo.objects[value["oid"]], lfs=True)
-        elif kind in ("deletedFile", "deletedFolder"):
-            folder = path.rstrip("/") + "/"
-            doomed = [p for p in files if (p == path if kind == "deletedFile" else p.startswith(folder))]
-            if not doomed:
-                raise HubError(404, f"A file with this name doesn't exist: {path}", "EntryNotFound")
-            for name in doomed:
-                del files[name]
-        else:
-            raise HubError(501, f"HubServer knows no operation {kind}")
 
     @_route("GET", "/{repo}/resolve/{revision}/{path}")
     def resolve(self, repo: str, revision: str, path: str) -> Response:
@@ -372,22 +337,15 @@ class _Handler(BaseHTTPRequestHandler):
         if not blob.lfs:
             return Response(200, headers, blob.content)
         linked = {"X-Linked-Etag": f'"{blob.sha256}"', "X-Linked-Size": str(len(blob.content))}
-        return Response(302, {**headers, **linked, "Location": self.hub.sign("GET", repo, blob.sha256)})
-
-    def _stored(self, method: str, repo: str, oid: str) -> dict[str, bytes]:
-        if not self.hub.sign(method, repo, oid).endswith(self.path):
-            raise HubError(403, "The signature does not match")
-        return self.hub.repos[repo].objects
+        return Response(302, {**headers, **linked, "Location": self.hub.storage(repo, blob.sha256)})
 
     @_route("PUT", "/storage/{repo}/{oid}")
     def upload(self, repo: str, oid: str) -> Response:
-        objects = self._stored("PUT", repo, oid)
         if hashlib.sha256(self.body).hexdigest() != oid:
             raise HubError(400, f"The content has not the sha256 {oid}")
-        objects[oid] = self.body
+        self.hub.repos[repo].objects[oid] = self.body
         return Response(200, {"ETag": f'"{oid}"'})
 
     @_route("GET", "/storage/{repo}/{oid}")
     def download(self, repo: str, oid: str) -> Response:
-        content = self._stored("GET", repo, oid)[oid]
-        return Response(200, {"ETag": f'"{oid}"'}, content)
+        return Response(200, {"ETag": f'"{oid}"'}, self.hub.repos[repo].objects[oid])

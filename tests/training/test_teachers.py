@@ -162,7 +162,7 @@ def test_a_teacher_on_the_hub_is_that_of_a_revision(teacher: Path, tmp_path: Pat
         first = server.add_repo("user/teacher", teacher)
         second = server.add_repo("user/teacher", newer)
         newest, older, missing = run("cache")
-        server.fail("model_info", 400, "busy")  # as with 429 or 503, which are asked again for long
+        server.faults["model_info"] = 400, "busy"  # as with 429 or 503, which are asked again for long
         assert run("cache")[:2] == [newest, older]
     assert [newest, older] == [
         f"{commit} {float(embed(folder, tmp_path / commit, ['a', 'b']).sum())}"
