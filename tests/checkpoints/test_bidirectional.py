@@ -120,9 +120,6 @@ def test_what_flash_attention_is_told(name: str) -> None:
     assert all(is_causal is False and (window is None or window >= 64) for is_causal, window in told)
 
 
-# On disk --------------------------------------------------------------------------------------------------------------
-
-
 def test_upcycling_in_both_directions(tmp_path: Path) -> None:
     source = dense_checkpoint(tmp_path / "source", "mistral", **settings_of("mistral"))
     assert "attention:         in both directions" in str(plan_upcycling(str(source), bidirectional=True))

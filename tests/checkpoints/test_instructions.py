@@ -1,5 +1,6 @@
 """Whether instructions are pooled, in the files of a model: set, kept, exported, refused."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from sentence_transformers import SentenceTransformer
 
 import mote
 from mote.checkpoints.st_settings import instruction_pooling_in
+from mote.inference.runtimes import convert
 
 TEXTS = ["how do whales breathe", "bread"]
 CODE = {"instruction_mote.py", "task_instruction_mote.py"}
@@ -71,10 +73,6 @@ def test_an_exported_expert(excluded: Path, queries: np.ndarray, tmp_path: Path)
 @pytest.mark.parametrize("backend", ["onnx", "openvino"])
 def test_an_expert_in_a_runtime(excluded: Path, queries: np.ndarray, tmp_path: Path, backend: str) -> None:
     pytest.importorskip({"onnx": "onnxscript", "openvino": "nncf"}[backend])
-    from functools import partial
-
-    from mote.inference.runtimes import convert
-
     after = partial(convert, backend=backend, texts=TEXTS)
     expert = mote.transform(excluded, tmp_path / "expert", mote.experts.export, "search_query", after=after)
     precise = {"INFERENCE_PRECISION_HINT": "f32"}

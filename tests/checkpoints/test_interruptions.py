@@ -28,32 +28,6 @@ def run(source: Path, out: Path, *options: Any) -> int:
     return main(["upcycle", "--src", str(source), "--out", str(out), *map(str, options)])
 
 
-# Arguments -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "status", "message"),
-    [
-        (["--expert", "items"], 1, "attribute 'items' already exists"),
-        (["--layers", "0,1,0"], 1, "got [0, 1, 0]: the backbone has 2 layers"),
-        (["--layers", "some"], 2, "--layers: Input should be 'every' or 'every_other', got 'some'"),
-    ],
-)
-def test_invalid_arguments(
-    options: list[str], status: int, message: str, dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(dense, tmp_path / "out", *options) == status
-    error = capsys.readouterr().err.rpartition("error: ")[2]
-    assert message in error
-    assert error.count("\n") == 1
-    assert not any(tmp_path.iterdir())
-    with pytest.raises(ValueError, match=r"(?s)experts.*valid list"):
-        upcycle(str(dense), tmp_path / "out", experts="a")
-
-
-# A place that is in use ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("place", ["out", "out/mine.txt"])
 def test_other_content_is_never_replaced(
     place: str, dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -69,17 +43,6 @@ def test_other_content_is_never_replaced(
     assert run(dense, out, "--overwrite") == 1
     assert f"error: {out} holds something other than a MoTE" in capsys.readouterr().err
     assert contents(tmp_path) == before
-
-
-def test_a_mote_is_replaced_when_asked_for(dense: Path, other: Path, upcycled: Path, tmp_path: Path) -> None:
-    out = tmp_path / "tiny-mote"
-    shutil.copytree(other, out)
-    assert run(dense, out) == 1
-    assert contents(out) == contents(other)
-    assert run(dense, out, "--overwrite") == 0
-    assert contents(out).keys() == contents(upcycled).keys()
-    assert (out / "config.json").read_bytes() == (upcycled / "config.json").read_bytes()
-    assert [path.name for path in tmp_path.iterdir()] == ["tiny-mote"]
 
 
 def test_a_mote_that_holds_the_source_is_not_replaced(dense: Path, upcycled: Path, tmp_path: Path) -> None:
@@ -109,9 +72,6 @@ def test_places_that_are_free(dense: Path, tmp_path: Path, monkeypatch: pytest.M
     assert not any(path.name.startswith(".") for path in tmp_path.rglob("*"))
 
 
-# Errors while writing ------------------------------------------------------------------------------------------------
-
-
 def fail(error: BaseException) -> Callable[..., None]:
     def failing(*args: Any, **kwargs: Any) -> None:
         raise error
@@ -138,6 +98,7 @@ def test_a_full_disk(
     overwrite: bool,
     dense: Path,
     other: Path,
+    upcycled: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -153,6 +114,8 @@ def test_a_full_disk(
     assert contents(tmp_path) == before
     monkeypatch.undo()
     assert run(dense, out, *["--overwrite"] * overwrite) == 0
+    assert (out / "config.json").read_bytes() == (upcycled / "config.json").read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny-mote"]
 
 
 @pytest.mark.parametrize("name", ["write_sentence_transformer", "write_steps"])
@@ -163,9 +126,6 @@ def test_ctrl_c(
     assert run(dense, tmp_path / "out") == 130
     assert "interrupted: no partial result was left behind" in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
-
-
-# Real processes ------------------------------------------------------------------------------------------------------
 
 
 def stopped(dense: Path, tmp_path: Path, *options: str, **how: Any) -> list[Any]:

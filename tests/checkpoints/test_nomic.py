@@ -57,9 +57,7 @@ def test_the_schema_of_a_published_nomic_is_translated(prefix: bool, tmp_path: P
     [
         ("activation_function", "gelu"),
         ("moe_every_n_layers", 2),
-        ("prenorm", True),
         ("rotary_emb_fraction", 0.5),
-        ("rotary_emb_scale_base", 512),
     ],
 )
 def test_what_the_native_nomic_cannot_express_is_refused(setting: str, value: Any, tmp_path: Path) -> None:
@@ -72,9 +70,6 @@ def test_a_nomic_without_a_tokenizer_has_that_of_bert(tmp_path: Path, monkeypatc
     monkeypatch.setattr(nomic, "TOKENIZER", str(tiny_tokenizer(tmp_path / "bert")))
     source = open_dense(str(published_nomic(tmp_path / "nomic", True, tokenizer=False)))
     assert len(load_tokenizer(source, None)) == 60
-
-
-# The way back ---------------------------------------------------------------------------------------------------------
 
 
 def exported_expert(source: Path, folder: Path, **upcycling: Any) -> Path:
@@ -127,9 +122,6 @@ def test_what_the_published_format_cannot_express_is_native_only(setting: str, v
     assert nomic.published_settings(config)["n_embd"] == config.hidden_size
     setattr(config, setting, value)
     assert nomic.published_settings(config) == {}
-
-
-# The originals --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.checkpoints import dense_checkpoint, e5_checkpoint, edit_json, read_json, tiny_tokenizer
+from helpers.checkpoints import dense_checkpoint, edit_json, read_json, tiny_tokenizer
 from helpers.families import FAMILIES, all_families, dense_model, family
 from helpers.inference_server import ARCHITECTURES, read_as_server
-from helpers.on_disk import average, export
+from helpers.on_disk import export
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
@@ -139,18 +139,6 @@ def test_a_model_with_a_dense_layer(tmp_path: Path) -> None:
     assert np.array_equal(SentenceTransformer(str(tmp_path / "out")).encode(TEXTS), model.encode(TEXTS))
 
 
-def test_settings_of_a_source_in_the_old_and_the_new_form(tmp_path: Path) -> None:
-    for name, source in (
-        ("old", e5_checkpoint(tmp_path / "e5")),
-        ("new", dense_checkpoint(tmp_path / "st6", sentence_transformers={"pooling": "cls", "normalize": True})),
-    ):
-        upcycle(str(source), tmp_path / name / "mote")
-        out = export(tmp_path / name / "mote", tmp_path / name / "out", expert="clustering")
-        read = read_as_server(out)
-        assert (read["pooling"], read["max_input_length"]) == ("cls", 11 if name == "old" else 512)
-        assert read_as_server(average(tmp_path / name / "mote", tmp_path / name / "average"))["pooling"] == "cls"
-
-
 def test_lower_case_is_in_the_tokenizer(tmp_path: Path) -> None:
     """Sentence-Transformers puts texts in lower case by a setting that servers do not read."""
     source = dense_checkpoint(tmp_path / "dense", sentence_transformers={"max_seq_length": 30})
@@ -179,8 +167,6 @@ def test_names_of_tokenizers_in_transformers_4(tmp_path: Path) -> None:
     assert "extra_special_tokens" not in settings
     assert np.array_equal(SentenceTransformer(str(source)).encode(TEXTS), expected)
 
-
-# Sentence-Transformers 5.1 with transformers 4 ------------------------------------------------------------------------
 
 ENCODE = """
 import sys

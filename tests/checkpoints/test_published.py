@@ -15,16 +15,11 @@ from mote.checkpoints.sentence_transformers import source_pooling
 TEXTS = ["whales breathe air", "bread"]
 
 
-def with_code(folder: Path) -> Path:
-    """A source of a native architecture that names code of its own, as gte-Qwen2 and EuroBERT do."""
-    dense_checkpoint(folder, sentence_transformers={})
-    edit_json(folder / "config.json", auto_map={"AutoModel": "modeling_own.OwnModel"})
-    edit_json(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]})
-    return folder
-
-
 def test_no_code_of_the_source_is_asked_for(tmp_path: Path) -> None:
-    source = with_code(tmp_path / "source")
+    """A source of a native architecture that names code of its own, as gte-Qwen2 and EuroBERT do."""
+    source = dense_checkpoint(tmp_path / "source", sentence_transformers={})
+    edit_json(source / "config.json", auto_map={"AutoModel": "modeling_own.OwnModel"})
+    edit_json(source / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]})
     expected = SentenceTransformer(str(source)).encode(TEXTS)
     made = mote.upcycle(str(source), tmp_path / "mote")
     assert np.array_equal(trusted(made).encode(TEXTS, task="clustering"), expected)

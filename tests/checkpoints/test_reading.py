@@ -16,9 +16,6 @@ from mote import upcycle
 from mote.checkpoints.models import HEADS, load_dense, load_tokenizer
 from mote.checkpoints.reading import open_dense, stored_dtype
 from mote.checkpoints.tensors import read_shapes
-from mote.cli import main
-
-# Heads, prefixes and file formats of other families ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -98,9 +95,6 @@ def test_buffers_of_old_checkpoints(file_format: str, tmp_path: Path) -> None:
     assert load_dense(source)[1] == []
 
 
-# Sources that must not pass ------------------------------------------------------------------------------------------
-
-
 def cut(path: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
@@ -131,7 +125,6 @@ BIN, SHARDS = {"format": "bin"}, {"shards": True}
 SPOILED: dict[str, tuple[dict[str, Any], Callable[[Path], Any], str]] = {
     "no config": ({}, lambda folder: remove(folder / "config.json"), "No such file or directory: .*config.json"),
     "no weights": ({}, lambda folder: remove(folder / "model.safetensors"), "has no weights: .*found config.json, tok"),
-    "config is not JSON": ({}, lambda folder: cut(folder / "config.json"), "config.json is not valid JSON"),
     "unknown architecture": (
         {},
         config(model_type="nope"),
@@ -144,7 +137,6 @@ SPOILED: dict[str, tuple[dict[str, Any], Callable[[Path], Any], str]] = {
         lambda folder: (edit_json(folder / "adapter_config.json", peft_type="LORA"), remove(folder / "config.json")),
         "source is a PEFT adapter: merge it",
     ),
-    "cut safetensors": ({}, lambda folder: cut(folder / "model.safetensors"), r"model\.safetensors.* cannot be read"),
     "cut bin": (BIN, lambda folder: cut(folder / "pytorch_model.bin"), r"model\.bin.* cannot be read"),
     "bin of a list": (BIN, lambda folder: torch.save([1], folder / "pytorch_model.bin"), "cannot be read, .*'list'"),
     "missing shard": (SHARDS, lambda folder: remove(second_shard(folder)), "model-00002-of-.* cannot be read"),
@@ -159,22 +151,17 @@ SPOILED: dict[str, tuple[dict[str, Any], Callable[[Path], Any], str]] = {
         write("modules.json", '[{"path": "", "type": "user/other--custom.Module"}]'),
         "source has a module with code of its own, user/other--custom.Module",
     ),
-    "unknown pooling": ({"sentence_transformers": {"pooling": "max"}}, lambda folder: None, "source pools by 'max'"),
 }
 
 
 @pytest.mark.parametrize("case", SPOILED)
-def test_spoiled_sources(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_spoiled_sources(case: str, tmp_path: Path) -> None:
     settings, spoil, message = SPOILED[case]
     folder = dense_checkpoint(tmp_path / "source", **settings)
     spoil(folder)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         upcycle(str(folder), tmp_path / "out")
-    assert main(["upcycle", "--src", str(folder), "--out", str(tmp_path / "out")]) == 1
-    printed = capsys.readouterr().err
-    assert re.search(rf"^error: .*{message}", printed, flags=re.MULTILINE)
-    assert "Traceback" not in printed
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -10,8 +10,8 @@ import torch
 from helpers.checkpoints import dense_checkpoint, e5_checkpoint, edit_json, read_json, trusted
 from sentence_transformers import SentenceTransformer
 
-from mote import plan_upcycling, upcycle
-from mote.checkpoints.sentence_transformers import POOLING_NAMES, prompts_of
+from mote import upcycle
+from mote.checkpoints.sentence_transformers import POOLING_NAMES
 from mote.cli import main
 from mote.remote.modeling_mote import MoTEModel
 
@@ -102,21 +102,6 @@ def test_texts_longer_than_the_positions_are_cut(family: str, tmp_path: Path) ->
     mote = trusted(upcycle(str(source), tmp_path / "out"))
     assert mote.max_seq_length == (19 if family == "roberta" else 20)  # which leaves out the padding's position
     assert np.isfinite(mote.encode([LONG], task="clustering")).all()
-
-
-def test_prompts_under_the_names_of_mteb_become_instructions(tmp_path: Path) -> None:
-    prompts = {
-        "query": "task: search result | query: ",
-        "document": "title: none | text: ",
-        "Clustering": "task: clustering | query: ",
-        "STS": "task: sentence similarity | query: ",
-    }
-    source = dense_checkpoint(tmp_path / "gemma", sentence_transformers={"prompts": prompts})
-    config = plan_upcycling(str(source)).config
-    tasks = ("search_query", "search_document", "clustering", "sts")
-    assert [config.instruction_of(task) for task in tasks] == list(prompts.values())
-    saved = prompts_of(config, prompts)
-    assert {name: saved[name] for name in prompts} == prompts
 
 
 @pytest.fixture

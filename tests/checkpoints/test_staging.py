@@ -4,18 +4,15 @@ import errno
 import os
 import shutil
 import stat
-import subprocess
-import sys
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from threading import Barrier
 
 import pytest
 from helpers.checkpoints import contents, files_in
-from transformers import PreTrainedModel
 
-from mote import files, upcycle
+from mote import files
 from mote.checkpoints.provenance import new_step, write_steps
 from mote.checkpoints.staging import ModelStaging, refuse_occupied, refuse_source
 
@@ -27,9 +24,6 @@ def write(folder: Path, text: str, *names: str) -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     write_steps([new_step("upcycle")], folder)
-
-
-# Several writers -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("writers", "overwrite"), [(2, True), (5, False)])
@@ -74,44 +68,6 @@ def test_a_leftover_that_goes_while_it_is_looked_at(tmp_path: Path, monkeypatch:
     assert files_in(tmp_path / "out") >= {"file"}
 
 
-def test_threads_that_upcycle_to_one_place(dense: Path, upcycled: Path, tmp_path: Path) -> None:
-    out, tie_weights = tmp_path / "tiny-mote", PreTrainedModel.tie_weights
-    with ThreadPoolExecutor(3) as pool:
-        futures: list[Future] = [pool.submit(upcycle, str(dense), out) for _ in range(3)]
-        wait(futures)
-    assert PreTrainedModel.tie_weights is tie_weights  # transformers replaces it while it loads
-    assert sum(future.exception() is None for future in futures) == 1
-    assert all(isinstance(future.exception(), FileExistsError | None) for future in futures)
-    assert files_in(out) == files_in(upcycled)
-    assert (out / "model.safetensors").read_bytes() == (upcycled / "model.safetensors").read_bytes()
-
-
-WRITER = """
-import sys
-from pathlib import Path
-from mote.checkpoints.staging import ModelStaging
-
-with ModelStaging(Path(sys.argv[1])) as folder:
-    (folder / "model.safetensors").write_text("other")
-    print("writing", flush=True)
-    input()
-"""
-
-
-def test_a_process_does_not_disturb_another(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", WRITER, str(out)], text=True, **pipes) as process:  # type: ignore[call-overload]
-        assert process.stdout.readline() == "writing\n"
-        with ModelStaging(out) as folder:  # which does not mistake the other's folder for a leftover
-            write(folder, "ours")
-        _, printed = process.communicate("\n")
-    assert process.returncode == 1
-    assert "out is in use" in printed
-    assert (out / "model.safetensors").read_text() == "ours"
-    assert list(tmp_path.iterdir()) == [out]
-
-
 @pytest.mark.parametrize("damage", ["removed", "replaced", "without a file"])
 def test_a_result_that_is_lost_is_not_reported_as_a_success(damage: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
@@ -124,9 +80,6 @@ def test_a_result_that_is_lost_is_not_reported_as_a_success(damage: str, tmp_pat
         else:
             (folder / "model.safetensors").unlink()
     assert not out.exists()
-
-
-# Leftovers -----------------------------------------------------------------------------------------------------------
 
 
 def test_leftovers_are_removed_unless_their_writer_is_running(tmp_path: Path) -> None:
@@ -155,6 +108,8 @@ def test_a_replaced_model_stays_until_its_successor_is_there(tmp_path: Path) -> 
         write(folder, "new")
         assert old.is_dir()
     assert list(tmp_path.iterdir()) == [out]
+    (tmp_path / "usual").mkdir()
+    assert stat.S_IMODE(out.stat().st_mode) == stat.S_IMODE((tmp_path / "usual").stat().st_mode)
 
 
 def test_a_model_stays_where_its_successor_cannot_take_its_place(
@@ -191,16 +146,6 @@ def test_systems_without_locks(system: str, tmp_path: Path, monkeypatch: pytest.
         write(folder, "x")
     may_be_running = [".out.writing-whose"] if system == "no locks" else []
     assert sorted(path.name for path in tmp_path.iterdir()) == [*may_be_running, "out"]
-
-
-def test_a_result_has_the_usual_permissions(tmp_path: Path) -> None:
-    (tmp_path / "usual").mkdir()
-    with ModelStaging(tmp_path / "out") as folder:
-        write(folder, "x")
-    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == stat.S_IMODE((tmp_path / "usual").stat().st_mode)
-
-
-# What is replaced, and what is kept ----------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Upcycling out of the source's files gives, byte for byte, what building the model in memory and saving it gives."""
 
 import json
-import logging
 import re
 import subprocess
 import sys
@@ -82,15 +81,6 @@ def test_pickles_heads_and_layers(
     source: dict[str, Any], arguments: dict[str, Any], tmp_path: Path, streamed_only: None
 ) -> None:
     assert_equal(dense_checkpoint(tmp_path / "dense", **source, tokenizer=False), tmp_path, **arguments)
-
-
-def test_a_router_is_drawn_in_memory(dense: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "mote")
-    upcycle(str(dense), tmp_path / "out", routing="token")
-    assert "Copying its blocks into 4 experts, in memory …" in caplog.messages
-
-
-# What is not imported, because it takes longer than the work ----------------------------------------------------------
 
 
 def test_names_of_modules_are_the_library_s() -> None:

@@ -49,7 +49,8 @@ def test_each_text_ends_with_it(name: str, tmp_path: Path) -> None:
         assert with_end_token(one)(LONG)["input_ids"] == [*before, one.eos_token_id]  # once
 
 
-def test_what_is_refused(dense: Path) -> None:
+def test_what_is_there_already(dense: Path) -> None:
+    assert with_padding_token(AutoTokenizer.from_pretrained(dense)).pad_token == "[PAD]"
     with pytest.raises(ValueError, match=r"has no token 'eos' to append"):
         with_end_token(AutoTokenizer.from_pretrained(dense))
     with pytest.raises(ValueError, match=r"already appends '\[SEP\]' to texts"):
@@ -83,9 +84,6 @@ def test_upcycling_and_set(decoder: Path, tmp_path: Path, caplog: pytest.LogCapt
     assert plain.preprocess([LONG], task="clustering")["input_ids"][0, -1] != plain.tokenizer.eos_token_id
 
 
-# Padding -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def without_padding(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A decoder whose tokenizer has an end token, but no padding token."""
@@ -107,7 +105,3 @@ def test_a_dense_model_to_train_has_one(without_padding: Path, tmp_path: Path) -
     model, _ = build_model(recipe, open_dense(str(without_padding)), tmp_path)
     assert model.tokenizer.pad_token == "</s>"
     assert model.encode(TEXTS).shape == (2, 16)
-
-
-def test_one_that_is_there_stays(dense: Path) -> None:
-    assert with_padding_token(AutoTokenizer.from_pretrained(dense)).pad_token == "[PAD]"

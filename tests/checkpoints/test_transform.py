@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import contents, dense_checkpoint, e5_checkpoint, files_in, read_json, trusted
+from helpers.checkpoints import contents, dense_checkpoint, e5_checkpoint, files_in, read_json
 from sentence_transformers import SentenceTransformer
-from transformers import AutoModel
 
 from mote import UpcyclingOptions, WriteOptions, experts, transform, upcycle
 from mote.checkpoints.provenance import read_steps
@@ -58,18 +57,6 @@ def test_a_model_is_changed_and_recorded(mote: Path, tmp_path: Path) -> None:
     assert read_json(out / "config_sentence_transformers.json") == read_json(mote / "config_sentence_transformers.json")
 
 
-def test_a_dense_result(mote: Path, tmp_path: Path) -> None:
-    out = transform(str(mote), tmp_path / "out", take_out, name="b")
-    model = SentenceTransformer(str(out))
-    expected = trusted(mote).encode(TEXTS, task="b")
-    assert (model.encode(TEXTS, prompt="") == expected).all()
-    AutoModel.from_pretrained(out)
-    assert not any(name.endswith(".py") for name in files_in(out))
-    assert read_steps(out)[-1]["command"] == "mote export e5-mote --expert b --out out"
-    assert "the expert `b` of [e5-mote]" in (out / "README.md").read_text()
-    assert "passage" not in model.prompts  # a prompt of the source that the expert does not serve
-
-
 def test_in_place(mote: Path, tmp_path: Path) -> None:
     place = shutil.copytree(mote, tmp_path / "mote")
     (place / "notes.txt").write_text("mine")
@@ -99,6 +86,8 @@ def test_a_hook_adds_to_the_folder_and_the_record(mote: Path, tmp_path: Path) ->
     assert (step["opset"], step["settings"]) == (20, {"name": "a", "backend": "onnx"})
     assert step["command"] == "mote export e5-mote --expert a --backend onnx --out out"
     assert "onnx/model.onnx" in read_json(out / "mote.json")["files"]
+    assert "the expert `a` of [e5-mote]" in (out / "README.md").read_text()
+    assert "passage" not in SentenceTransformer(str(out)).prompts  # which the expert does not serve
 
 
 def fail(model: Any) -> None:

@@ -109,7 +109,6 @@ def _as_sentence_transformer(
 
 
 def assert_same(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
-    """Assert that weights have the same names and the same bits."""
     assert weights.keys() == others.keys() != set()
     assert all(weight.equal(others[key]) for key, weight in weights.items())
 
@@ -119,8 +118,7 @@ def code_in(folder: Path) -> set[str]:
 
 
 def files_in(folder: Path) -> set[str]:
-    """Names of all files below a folder."""
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    return set(contents(folder))
 
 
 def contents(folder: Path | str) -> dict[str, bytes]:

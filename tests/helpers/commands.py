@@ -6,7 +6,6 @@ from mote.cli import application
 
 
 def option_types(words: list[str]) -> dict[str, Any]:
-    """The options of a command, with their types."""
     _, apps, _ = application(words).parse_commands(words)
     arguments = apps[-1].assemble_argument_collection(parse_docstring=False)
     return {name: argument.hint for argument in arguments for name in argument.names if name.startswith("--")}

@@ -29,7 +29,6 @@ def recipe_of(folder: Path, task: str = "retrieval", settings: Any = None, **par
 
 
 def load(folder: Path, *datasets: Any, task: str = "retrieval", settings: Any = None, **parts: Any) -> TrainingData:
-    """Load datasets for one task."""
     return load_data(recipe_of(folder, task, {"datasets": list(datasets), **(settings or {})}, **parts))
 
 

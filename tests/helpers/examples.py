@@ -8,7 +8,6 @@ from helpers.paths import ROOT
 
 
 def example(path: str) -> ModuleType:
-    """Import a file of `examples/`."""
     spec = importlib.util.spec_from_file_location("example_" + path.replace("/", "_"), ROOT / "examples" / f"{path}.py")
     assert spec is not None
     assert spec.loader is not None

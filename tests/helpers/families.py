@@ -103,7 +103,6 @@ def batch(rows: int = 4, length: int = 9, seed: int = 2) -> dict[str, torch.Tens
 
 
 def difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest absolute difference of two tensors of one shape."""
     assert one.shape == other.shape
     return (one - other).abs().max().item()
 

@@ -102,7 +102,6 @@ def read_as_server(folder: Path) -> dict[str, Any]:
     assert all(_is("str", text) for text in prompts.values())
     modules = read_json(folder / "modules.json")
     assert {module["type"] for module in modules} <= _MODULES
-    assert all(_is("int", module["idx"]) and isinstance(module["name"], str) for module in modules)
     dense = [module["path"] for module in modules if module["type"].endswith(".Dense")]
     first = next((name for name, chosen in pooling.items() if chosen), None)
     return {"pooling": first, "max_input_length": length, "prompts": prompts, "dense": dense}

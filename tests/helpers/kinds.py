@@ -18,8 +18,6 @@ FEED_FORWARD_FAMILIES = ["nomic_bert", "jina_embeddings_v3", "gte", "bert", "dis
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of model."""
-
     name: str
     fresh: Callable[..., Any]  # makes a model of a family, whose experts are copies
     trained: Callable[..., Any]  # makes one whose experts differ

@@ -68,11 +68,9 @@ def base_hash(folder: Path) -> str:
 
 
 def last_hidden(model: Any, **task: Any) -> torch.Tensor:
-    """Last hidden states of a batch."""
     with torch.no_grad():
         return model(**batch(), **task).last_hidden_state
 
 
 def hidden(folder: Path, task: str) -> torch.Tensor:
-    """Last hidden states of a batch under a task, by a model on disk."""
     return last_hidden(mote.load(folder).eval(), task=task)

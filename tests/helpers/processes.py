@@ -39,5 +39,4 @@ def run_python(
 
 
 def run_as_stranger(script: str, *arguments: object, cwd: Path, status: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run a program for which this project is not installed."""
     return run_python(STRANGER + script, *arguments, cwd=cwd, status=status)

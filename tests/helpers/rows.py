@@ -22,7 +22,6 @@ def write_rows(path: Path, rows: Sequence[Any]) -> Path:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read packed JSON lines."""
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from helpers.checkpoints import assert_same
 from helpers.paths import EXAMPLE_DATA
 from safetensors.torch import load_file
 
@@ -49,10 +50,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_weights(found: Path, expected: Path) -> None:
-    """Two models are the same, bit for bit."""
-    ours, theirs = weights(found), weights(expected)
-    assert ours.keys() == theirs.keys()
-    assert all(ours[name].equal(weight) for name, weight in theirs.items())
+    assert_same(weights(found), weights(expected))
 
 
 def train_step(folder: Path) -> dict[str, Any]:
@@ -108,17 +106,11 @@ def launcher(processes: int) -> list[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        f"--nproc_per_node={processes}",
-        f"--master_port={port}",
-    ]
+    module = [sys.executable, "-m", "torch.distributed.run"]
+    return [*module, f"--nproc_per_node={processes}", f"--master_port={port}"]
 
 
 def environment(tmp_path: Path) -> dict[str, str]:
-    """The environment of such a process."""
     return {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1"}
 
 

@@ -30,7 +30,6 @@ def train(
 
 
 def trained_experts(learned: dict[str, torch.Tensor]) -> set[str]:
-    """The experts that training has moved."""
     moved = [key for key, move in learned.items() if ".experts." in key and move.any()]
     return {key.split(".experts.")[1].split(".")[0] for key in moved}
 

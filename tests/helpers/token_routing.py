@@ -76,7 +76,6 @@ def loss_weights(model: nn.Module) -> list[float]:
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the gradients that there are."""
     return {key: each.grad.clone() for key, each in model.named_parameters() if each.grad is not None}
 
 
@@ -88,7 +87,6 @@ def relative(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def same_gradients(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], tolerance: float) -> None:
-    """Assert that gradients are equal, up to a tolerance."""
     assert one.keys() == other.keys()
     for key, gradient in one.items():
         assert difference(gradient, other[key]) <= tolerance, key

@@ -45,7 +45,6 @@ def sentence_piece_bpe() -> Tokenizer:
 
 
 def fast(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """The same as a tokenizer of transformers."""
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", model_max_length=200
     )

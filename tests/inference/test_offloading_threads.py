@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.families import batch, in_threads
+from helpers.families import assert_threads_agree, batch, in_threads
 from helpers.offloading import FOUR, assert_same, offloaded, outputs, saved
 
 import mote
@@ -22,8 +22,6 @@ from mote.remote.modeling_mote import MoTEModel
 def test_eight_threads(to: str, keep: int, tmp_path: Path) -> None:
     expected_of, model = saved(tmp_path), offloaded(tmp_path, to, keep)
     tasks: list[Any] = [*FOUR, ["a", "b", "c", "d"], ["d", "d", "a", "b"]]
-    expected = outputs(expected_of, tasks)
-    wrong: list[Any] = []
     most, done = 0, threading.Event()
 
     def watch() -> None:
@@ -33,22 +31,15 @@ def test_eight_threads(to: str, keep: int, tmp_path: Path) -> None:
         while not done.wait(0.001):
             most = max(most, -(-(sum(p.numel() for p in model.parameters()) - shared) // one))
 
-    def serve(thread: int) -> None:
-        order = random.Random(thread)
-        for _ in range(12):
-            index = order.randrange(len(tasks))
-            try:
-                if not torch.equal(outputs(model, [tasks[index]])[0], expected[index]):
-                    wrong.append((thread, tasks[index]))
-            except Exception as error:
-                wrong.append(error)
+    def embed(thread: int, turn: int) -> list[torch.Tensor]:
+        return outputs(model, [random.Random(100 * thread + turn).choice(tasks)])
 
-    watcher = threading.Thread(target=watch)
+    assert_same(outputs(model, tasks), outputs(expected_of, tasks))
+    watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
-    in_threads(8, serve)
+    assert_threads_agree(embed, turns=12)
     done.set()
     watcher.join()
-    assert wrong == []
     assert 1 <= most <= keep
     assert not any(slot.users for slot in model.offloading.slots)
 
