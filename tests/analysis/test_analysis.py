@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import gzip
 import json
 import math
 import re
@@ -62,7 +61,6 @@ def found(trained_folder: Path, prompted: Path) -> Analysis:
 
 
 def pixels(path: Path) -> tuple[int, int]:
-    """Width and height of a PNG."""
     content = path.read_bytes()
     assert content.startswith(b"\x89PNG")
     return struct.unpack(">II", content[16:24])
@@ -151,7 +149,9 @@ def test_neighbors_as_distributions_have_the_divergence_of_the_paper() -> None:
 
 
 @pytest.mark.long
-def test_siamese_and_separate_models_are_compared_over_pairs(trained_folder: Path, tmp_path: Path) -> None:
+def test_siamese_and_separate_models_are_compared_over_pairs(
+    trained_folder: Path, model: SentenceTransformer, tmp_path: Path
+) -> None:
     """A dense model without prompts, and one model for queries beside one for documents, knows no tasks but roles."""
     sides = [SentenceTransformer(str(SMALL_ENCODER)) for _ in range(2)]
     torch.nn.init.normal_(sides[1][0].auto_model.encoder.layer[0].output.dense.weight)
@@ -168,27 +168,14 @@ def test_siamese_and_separate_models_are_compared_over_pairs(trained_folder: Pat
     by_label = {model.label: model for model in found.models}
     assert all(model.similarity == {} and model.layout is not None for model in found.models)
     documents = [f"{text}, in full" for text in TEXTS]
-    for label, model in (("Siamese", sides[0]), ("separate", separate)):
-        embedded = (model.encode_query(TEXTS).astype(float), model.encode_document(documents).astype(float))
+    for label, each in (("MoTE", model), ("Siamese", sides[0]), ("separate", separate)):
+        embedded = (each.encode_query(TEXTS).astype(float), each.encode_document(documents).astype(float))
         expected = divergence_of(*embedded)["neighbors KL"]
         np.testing.assert_allclose(by_label[label].divergence["neighbors KL"], expected, rtol=1e-4)
     test = found.tests()["Siamese"]["neighbors KL"]
     samples = [by_label[label].divergence["neighbors KL"] for label in ("MoTE", "Siamese")]
     assert test.p == pytest.approx(ttest_ind(*samples, equal_var=False, alternative="less").pvalue)
     assert "Is MoTE lower than separate?" in str(found)
-
-
-def test_pairs_take_their_own_roles(trained_folder: Path, model: SentenceTransformer, tmp_path: Path) -> None:
-    file = tmp_path / "pairs.jsonl.gz"
-    rows = [{"query": text, "positive": [f"{text}, said at length", "another"]} for text in TEXTS]
-    with gzip.open(file, "wt", encoding="utf-8") as lines:
-        lines.writelines(json.dumps(row) + "\n" for row in rows)
-    found = analyze([trained_folder], texts=TEXTS, pairs=file)
-    assert np.shape(found.models[0].layout) == (12, 2)
-    queries = model.encode(TEXTS, prompt_name="search_query")
-    documents = model.encode([f"{text}, said at length" for text in TEXTS], prompt_name="search_document")
-    expected = (queries * documents).sum(1) / np.linalg.norm(queries, axis=1) / np.linalg.norm(documents, axis=1)
-    np.testing.assert_allclose(found.models[0].divergence["cosine"], expected, atol=1e-6)
 
 
 def test_a_known_change_is_measured(upcycled: Path, dense: Path, tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ TOPIC, FIND = mote.instruction_with("Find the topic"), mote.instruction_with("Fi
 
 @pytest.fixture(scope="module")
 def both(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Clusters, and a corpus with queries."""
     folder = shutil.copytree(data, tmp_path_factory.mktemp("both") / "data")
     shutil.copytree(ROOT / "examples" / "data" / "beir" / "arxiv", folder / "beir" / "arxiv")
     return folder

@@ -22,7 +22,6 @@ WORDS = ["salt", "wood", "iron", "glass", "rope", "wax"]
 
 
 def written(tmp_path: Path) -> Path:
-    """A tiny retrieval set: a document for each query."""
     corpus = {f"d{i}": word for i, word in enumerate(WORDS)}
     queries = {f"q{i}": f"{word}s" for i, word in enumerate(WORDS)}
     qrels = [f"q{i} d{i} 1" for i in range(len(WORDS))]

@@ -7,14 +7,12 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from ecosystem.promises import Reference
 
 pytest.importorskip("chromadb", reason="the extra `chroma` is not installed")
 
 import chromadb
-from chromadb.api.types import EmbeddingFunction
 from chromadb.config import Settings
 
 from mote.integrations.chroma import MoTEEmbeddingFunction
@@ -26,16 +24,6 @@ SETTINGS = Settings(anonymized_telemetry=False)
 @pytest.fixture
 def client(tmp_path: Path) -> Any:
     return chromadb.PersistentClient(str(tmp_path / "chroma"), SETTINGS)
-
-
-@pytest.fixture
-def function(trained_folder: Path) -> MoTEEmbeddingFunction:
-    return MoTEEmbeddingFunction(trained_folder, trust_remote_code=True, device="cpu")
-
-
-def stored(collection: Any) -> np.ndarray:
-    """Get the vectors of a collection's documents, in the order of `TEXTS`."""
-    return collection.get(ids=["0", "1", "2"], include=["embeddings"])["embeddings"]
 
 
 def filled(client: Any, function: Any, **settings: Any) -> Any:
@@ -51,13 +39,6 @@ def is_queried_by(collection: Any, task: str, reference: Reference) -> None:
     distances = 1 - documents @ reference.embed(TEXTS[1:2], task)[0]
     assert found["distances"][0] == pytest.approx(sorted(distances), abs=1e-4)
     assert found["documents"][0][0] == TEXTS[distances.argmin()]
-
-
-def test_queries_and_documents(client: Any, function: EmbeddingFunction, reference: Reference) -> None:
-    collection = filled(client, function)
-    reference.is_by(stored(collection), TEXTS, "search_document")
-    reference.is_by(function.embed_query(TEXTS), TEXTS, "search_query")
-    is_queried_by(collection, "search_query", reference)
 
 
 def test_collections_know_their_function(client: Any, trained_folder: Path, reference: Reference) -> None:
@@ -97,7 +78,6 @@ except ValueError as error:
 
 
 def reopened(tmp_path: Path, name: str, imports: str) -> str:
-    """Query a collection in another process; return what it prints."""
     command = [sys.executable, "-c", REOPEN.format(imports=imports), str(tmp_path / "chroma"), name, TEXTS[1]]
     environment = {**os.environ, "ANONYMIZED_TELEMETRY": "False"}
     return subprocess.run(command, check=True, capture_output=True, text=True, cwd="/", env=environment).stdout
