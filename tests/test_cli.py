@@ -25,14 +25,6 @@ def test_every_verb_has_help(words: list[str], capsys: pytest.CaptureFixture[str
         assert f" {name} " in text, name
 
 
-@pytest.mark.parametrize("words", [[], ["experts"]])
-def test_a_group_alone_shows_its_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 0
-    shown = capsys.readouterr().out
-    assert main([*words, "--help"]) == 0
-    assert shown == capsys.readouterr().out
-
-
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == "mote 0.1.0\n"

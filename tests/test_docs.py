@@ -22,7 +22,6 @@ GUIDE = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
 
 
 def documented_commands() -> Iterator[tuple[str, str]]:
-    """Find page and text of every `mote …` in code."""
     for page in pages.PAGES:
         text = page.read_text(encoding="utf-8")
         for code in [*(code for _, code in pages.fenced(text)), *re.findall(r"`(mote [^`\n]+)`", text)]:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.paths import REMOTE, ROOT, SMALL_ENCODER, SMALL_MOTE
+from helpers.paths import REMOTE, ROOT, SMALL_MOTE
 from sentence_transformers import SentenceTransformer
 
-import mote
 from research.scores import FILE
 from scripts import train_small_mote
 
@@ -73,13 +72,3 @@ def test_search_and_matching(small_mote: SentenceTransformer) -> None:
     embedded = np.stack([small_mote.encode(QUESTION, task=task) for task in experts])
     similar = embedded @ embedded.T
     assert (similar[~np.eye(len(experts), dtype=bool)] < 0.97).all()
-
-
-@pytest.mark.long
-def test_training_made_it_better(small_mote: SentenceTransformer) -> None:
-    data, tasks = ROOT / "examples" / "data", ["clustering/*", "classification/*"]
-    models = {"before": str(SMALL_ENCODER), "after": str(SMALL_MOTE)}
-    evaluation = mote.evaluate(models, data=data, tasks=tasks, trust_remote_code=True)
-    before, after = evaluation.means("before"), evaluation.means("after")
-    assert after["Clustering"] > before["Clustering"]
-    assert after["Classification"] > before["Classification"]

@@ -15,7 +15,6 @@ from helpers.paths import REMOTE, ROOT, SMALL_ENCODER
 
 
 def run(*command: object, cwd: Path, status: int = 0) -> str:
-    """Run a command offline; return what it prints."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
     done = subprocess.run([*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == status, done.stdout[-3000:] + done.stderr[-3000:]

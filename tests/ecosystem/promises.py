@@ -45,7 +45,6 @@ def promises(
 
 
 def installed(module: str) -> bool:
-    """Whether a module can be imported, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # of the package that it would be in

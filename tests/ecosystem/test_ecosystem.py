@@ -43,7 +43,6 @@ def blocks(language: str) -> Iterator[tuple[str, str]]:
 
 
 def tier(heading: str) -> list[pytest.MarkDecorator]:
-    """The mark of a block's test."""
     name = PROMISES[heading].tier
     return [getattr(pytest.mark, name)] if name else []
 

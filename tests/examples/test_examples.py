@@ -13,7 +13,6 @@ EXAMPLES = ROOT / "examples"
 
 
 def run(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *options: str) -> str:
-    """Run an example in this process; return what it prints."""
     monkeypatch.setattr(sys, "argv", [name, *options])
     module = example(name)
     capsys.readouterr()

@@ -62,7 +62,6 @@ class Server:
         load.wait(self.url)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Send a signal, and wait for the end."""
         self.process.send_signal(number)
         return self.process.wait(timeout=30)
 
@@ -113,8 +112,6 @@ def texts() -> list[str]:
 
 
 class Reference:
-    """What `encode` says of each text alone."""
-
     def __init__(self, model: SentenceTransformer) -> None:
         self.model = model
         self.encode = functools.cache(lambda text, task: model.encode(text, prompt_name=task))
@@ -145,7 +142,6 @@ def vectors_of(answer: Any) -> np.ndarray:
 
 
 def check(answer: Any, reference: Reference) -> None:
-    """The answer is right: every text, by the right expert, in the right place."""
     assert answer.status == 200, answer
     request, task = answer.request, answer.request["task"]
     texts = [request["input"]] if isinstance(request["input"], str) else request["input"]

@@ -25,7 +25,6 @@ def tiny_mote(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def with_legal(tiny_mote: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with one more expert."""
     out = tmp_path_factory.mktemp("with") / "legal-mote"
     add(tiny_mote, "search_query", out, name="legal", instruction="legal: ", tasks=["contracts"])
     model = MoTEModel.from_pretrained(out)
@@ -39,5 +38,4 @@ def with_legal(tiny_mote: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="session")
 def legal(with_legal: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """That expert, in files of its own."""
     return extract(str(with_legal), "legal", tmp_path_factory.mktemp("legal") / "legal")

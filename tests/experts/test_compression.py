@@ -274,16 +274,6 @@ def test_models_in_memory_with_code_of_their_own(
     assert np.abs(trusted(tmp_path / "out").encode(TEXTS, prompt_name="clustering") - before).max() <= 1e-5
 
 
-def test_the_command(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    compress = ["compress", str(trained), "--out", str(tmp_path / "out")]
-    assert main([*compress, "--rank", "99"]) == 1
-    assert "expert_rank must be from 1 to 16" in capsys.readouterr().err
-    assert not any(tmp_path.iterdir())
-    assert main([*compress, "--rank", "3"]) == 0
-    assert f"Wrote {tmp_path / 'out'}" in capsys.readouterr().out
-    assert mote.load(tmp_path / "out").config.compression is not None
-
-
 @pytest.mark.long
 def test_what_reads_weights_or_trains_them(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     low, small = (str(compress(trained, tmp_path / next(iter(way)), **way)) for way in WAYS)

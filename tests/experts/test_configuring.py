@@ -18,7 +18,6 @@ TEXTS = ["whales breathe air", "bread"]
 
 @pytest.fixture
 def place(trained_folder: Path, tmp_path: Path) -> Path:
-    """A MoTE of one's own, whose experts differ."""
     return shutil.copytree(trained_folder, tmp_path / "own" / "small-mote")
 
 

@@ -84,14 +84,6 @@ def test_the_type_of_the_weights_stays_and_others_are_not_read(dense: Path, tmp_
     assert [call.kwargs["experts"] for call in load.call_args_list] == [["clustering"]]
 
 
-def test_a_source_with_some_experts_only(trained: Path, tmp_path: Path) -> None:
-    MoTEModel.from_pretrained(trained, experts=["clustering"]).save_pretrained(tiny_tokenizer(tmp_path / "partial"))
-    one = AutoModel.from_pretrained(export(tmp_path / "partial", tmp_path / "one", expert="clustering"))
-    all_of = AutoModel.from_pretrained(export(trained, tmp_path / "all", expert="clustering"))
-    with torch.no_grad():
-        assert one(**batch()).last_hidden_state.equal(all_of(**batch()).last_hidden_state)
-
-
 def test_prompts_are_those_of_its_tasks(trained: Path, tmp_path: Path) -> None:
     prompts = {
         expert: read_json(export(trained, tmp_path / expert, expert=expert) / "config_sentence_transformers.json")

@@ -11,7 +11,6 @@ import torch
 from helpers.checkpoints import assert_same, edit_json, files_in, read_json, trusted
 from helpers.families import all_families, batch, dense_model, fresh_mote, make_different, mote_config, trained_mote
 from helpers.on_disk import VERBS, average, interpolate, last_hidden
-from helpers.paths import SMALL_ENCODER
 from helpers.processes import run_python
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
@@ -160,13 +159,6 @@ def test_sentence_transformers_embeds_as_the_mote_at_the_mean(trained_folder: Pa
         assert np.array_equal(embedded, mean.encode(TEXTS, prompt_name=expert))
         assert not np.allclose(embedded, before.encode(TEXTS, prompt_name=expert), atol=1e-3)
     assert np.array_equal(dense.encode_query(TEXTS), mean.encode_query(TEXTS))
-
-
-def test_the_average_of_a_fresh_folder_embeds_as_its_source(fresh_folder: Path, tmp_path: Path) -> None:
-    dense = SentenceTransformer(str(average(fresh_folder, tmp_path / "dense")))
-    assert np.array_equal(dense.encode(TEXTS), SentenceTransformer(str(SMALL_ENCODER)).encode(TEXTS))
-    again = trusted(mote.upcycle(str(tmp_path / "dense"), tmp_path / "again"))
-    assert np.array_equal(again.encode_query(TEXTS), dense.encode_query(TEXTS))
 
 
 def test_the_interpolated_folder_is_a_whole_mote(trained_folder: Path, tmp_path: Path) -> None:

@@ -35,7 +35,6 @@ def check(compiled: torch.nn.Module, model: torch.nn.Module, rows: int, length: 
 
 
 def compiled_model(name: str, **settings: Any) -> tuple[Any, Any, CompileCounter]:
-    """A model, the same compiled, and the count of its graphs."""
     settings = {"experts": TASKS, **settings}
     model, compiled, counter = trained_mote(name, **settings), trained_mote(name, **settings), CompileCounter()
     compiled.compile(backend=counter)

@@ -18,7 +18,6 @@ def config(**settings: Any) -> MoTEConfig:
 
 
 def two(**settings: Any) -> MoTEConfig:
-    """Two experts, `a` and `b`."""
     return config(experts=["a", "b"], **settings)
 
 

@@ -49,7 +49,6 @@ def native_checkpoint(folder: Path, name: str = "bert", **settings: Any) -> Path
 
 
 def labelled_batch(rows: int = 4) -> dict[str, torch.Tensor]:
-    """A batch in which some tokens are to be predicted."""
     inputs = batch(rows)
     hidden = (inputs["input_ids"] % 3 == 0) & inputs["attention_mask"].bool()
     return {**inputs, "labels": torch.where(hidden, inputs["input_ids"], -100)}
@@ -71,7 +70,6 @@ def folder(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def headless(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same source without its head."""
     return upcycle(str(source), tmp_path_factory.mktemp("headless") / "tiny-mote", experts=EXPERTS)
 
 

@@ -163,7 +163,6 @@ for folder in sys.argv[1:]:
 
 
 def test_where_this_package_is_not_installed(saved: dict[str, Path], tmp_path: Path) -> None:
-    """Saved, loaded and saved again, then loaded there: the same vectors."""
     models = {tmp_path / name: trusted_sparse(saved[name]) for name in ("splade", "equation-4")}
     for folder, model in models.items():
         model.save(str(folder))

@@ -93,8 +93,6 @@ def test_the_router_begins_small_and_follows_the_seed(name: str) -> None:
 
 
 class IdentityLayer(nn.Module):
-    """A dense layer whose feed-forward network is the identity."""
-
     def __init__(self) -> None:
         super().__init__()
         self.mlp = nn.ModuleDict({"fc1": nn.Linear(4, 4), "activation_fn": nn.Identity(), "fc2": nn.Linear(4, 4)})
