@@ -102,12 +102,6 @@ def discounted(grades: Sequence[int]) -> float:
     return sum(grade / log2(place + 2) for place, grade in enumerate(grades))
 
 
-def sts(embed: Embed) -> float:
-    rows = read("sts/sts17_en/test.jsonl.gz")
-    one, other = (embed([row[name] for row in rows]) for name in ("sentence1", "sentence2"))
-    return float(spearmanr([row["score"] for row in rows], np.sum(one * other, axis=1)).statistic)
-
-
 def summarization(embed: Embed) -> float:
     correlations = []
     for row in read("summarization/arxiv/test.jsonl.gz"):
@@ -120,7 +114,6 @@ WITHOUT_MTEB = {
     "pair/sts17_en": pair,
     "reranking/liveqa_med": reranking,
     "beir/arxiv": retrieval,
-    "sts/sts17_en": sts,
     "summarization/arxiv": summarization,
 }
 

@@ -26,8 +26,8 @@ def client(tmp_path: Path) -> Any:
     return chromadb.PersistentClient(str(tmp_path / "chroma"), SETTINGS)
 
 
-def filled(client: Any, function: Any, **settings: Any) -> Any:
-    collection = client.create_collection(f"texts-{uuid.uuid4()}", embedding_function=function, **settings)
+def filled(client: Any, function: Any) -> Any:
+    collection = client.create_collection(f"texts-{uuid.uuid4()}", embedding_function=function)
     collection.add(ids=["0", "1", "2"], documents=TEXTS)
     return collection
 

@@ -83,7 +83,6 @@ def test_layers_that_have_experts() -> None:
         ],
         ({"mote_layers": "every_other", "backbone_config": {**BACKBONE, "num_hidden_layers": 1}}, "of two layers"),
         ({"loaded_experts": ["clusterin"]}, r"loaded_experts \['clusterin'\] must be some of the experts"),
-        ({"loaded_experts": []}, r"loaded_experts \[\] must be some of the experts"),
         ({"tasks": {"topics": "clusterin"}}, "expert of task 'topics': 'clusterin'. Did you mean 'clustering'. Avail"),
         ({"tasks": {"search_query": "clustering"}}, "Task 'search_query' must go to the expert of its own name"),
         ({"instructions": {"clusterin": "x"}}, "task of an instruction: 'clusterin'. Did you mean 'clustering'"),

@@ -333,12 +333,10 @@ def test_encode(trained_folder: Path) -> None:
     assert_near(model.encode_query(TEXTS), expected("search_query: "))
     assert_near(model.encode_document(TEXTS), expected("search_document: "))
     assert "route" not in model.preprocess(TEXTS, prompt="clustering: ")
-    with pytest.raises(ValueError, match="must be one text for all inputs, got a list"):
-        model.preprocess(TEXTS, prompt=["clustering: "] * 4)
     model.default_prompt_name = "search_query"
     assert_near(model.encode(TEXTS), expected("search_query: "))
     assert_near(model.encode(TEXTS, task="clustering"), expected(""))
-    with pytest.raises(ValueError, match=r"Unknown task 'clusterin'\. Did you mean 'clustering'"):
+    with pytest.raises(ValueError, match="Unknown task 'clusterin'"):
         model.encode(TEXTS, task="clusterin")
 
 
