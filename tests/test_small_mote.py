@@ -54,14 +54,6 @@ def test_its_card_has_the_tables_of_the_stored_scores(tmp_path: Path, monkeypatc
     assert (model / "README.md").read_text(encoding="utf-8") == card
 
 
-def test_each_expert_has_its_own_idea_of_what_is_similar(small_mote: SentenceTransformer) -> None:
-    """A question on the same subject is closer in clustering, one of the same kind in matching texts."""
-    subject, kind = OTHERS
-    for task, closer, farther in (("clustering", subject, kind), ("sts", kind, subject)):
-        embedded = small_mote.encode([QUESTION, closer, farther], prompt_name=task)
-        assert embedded[0] @ embedded[1] > embedded[0] @ embedded[2]
-
-
 def test_search_and_matching(small_mote: SentenceTransformer) -> None:
     texts = [ANSWER, SAME_QUESTION, *OTHERS]
     by_meaning = small_mote.similarity(small_mote.encode(QUESTION, task="sts"), small_mote.encode(texts, task="sts"))
