@@ -8,7 +8,6 @@ same batches with the same trainer. `memory` measures one step in a separate pro
 """
 
 import argparse
-import contextlib
 import json
 import os
 import random
@@ -17,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
 from benchmarks.pairing import compare
@@ -51,11 +49,7 @@ def speed(options: argparse.Namespace) -> None:
         out = Path(folder) / name
         settings = [*COMMON, f"model.source={options.model}", f"output={out}", "training.batch_size=64"]
         settings += ["training.mini_batch_size=32", "model.max_length=64", f"training.max_steps={options.steps}"]
-        return TrainingRun(name, settings).prepare()
-
-    def train(run: TrainingRun) -> None:
-        with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stderr(nowhere):  # progress bars
-            run.trainer.train()
+        return TrainingRun(name, [*settings, "training.disable_tqdm=true"]).prepare()
 
     print(f"{Path(options.model).name}, medians of alternating runs of {options.steps} steps")
     print("| model | pairs per second | MoTE, pairs per second | MoTE / model |")
@@ -63,10 +57,10 @@ def speed(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         runs = {name: ready(name, folder) for name in ("mote", *LABELS)}
         for name in LABELS:
-            train(runs[name])
+            runs[name].trainer.train()
             # The same seed draws the same rows for all.
             rows = sum(of_set["rows"] for of_set in runs[name].tracker.training_sets.values())
-            measured = compare(partial(train, runs[name]), partial(train, runs["mote"]), seconds=options.seconds)
+            measured = compare(runs[name].trainer.train, runs["mote"].trainer.train, seconds=options.seconds)
             cells = (f"{rows / measured.baseline:.1f}", f"{rows / measured.candidate:.1f}", f"{1 / measured.ratio:.3f}")
             print(f"| {LABELS[name]} | {' | '.join(cells)} |", flush=True)
 

@@ -69,7 +69,7 @@ def test_unexpected_errors_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("two\nlines")
 
-    monkeypatch.setattr("mote.training.memory.config_of", fail)
+    monkeypatch.setattr("mote.training.memory.open_checkpoint", fail)
     words = ["memory", "x", "--batch-size", "1", "--length", "1"]
     assert main(words) == 1
     assert capsys.readouterr().err == "error: RuntimeError: two lines (`MOTE_DEBUG=1 mote …` prints the traceback)\n"

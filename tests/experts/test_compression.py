@@ -24,7 +24,6 @@ from mote.cli import main
 from mote.experts.compression import expert_bytes
 from mote.remote.compression_mote import CompressedConfig, CompressedModel, Int8Linear, LowRankLinear
 from mote.remote.modeling_mote import MoTEModel
-from mote.training.memory import config_of
 
 EXPERTS = ["alpha", "beta", "gamma"]
 TEXTS = ["whales breathe air", "a recipe for bread", "search_query: bread"]
@@ -279,7 +278,7 @@ def test_what_reads_weights_or_trains_them(trained: Path, tmp_path: Path, capsys
     low, small = (str(compress(trained, tmp_path / next(iter(way)), **way)) for way in WAYS)
     with pytest.raises(ValueError, match=r"are compressed .* cannot be compared"):
         weight_change_of(low, str(trained))
-    sizes = {model: estimate_memory(config_of(model), batch_size=8, length=16).weights for model in (low, str(trained))}
+    sizes = {model: estimate_memory(model, batch_size=8, length=16).weights for model in (low, str(trained))}
     assert sizes[low] < sizes[str(trained)]
     assert main(["memory", small, "--batch-size", "8", "--length", "16"]) == 1
     assert "8-bit experts cannot be trained" in capsys.readouterr().err

@@ -5,6 +5,7 @@ import os
 import re
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from mote.reporting import HOW_TO_RESUME
 from mote.training.data import TrainingSet
 from mote.training.losses import build_loss
 from mote.training.pretraining_recipe import PretrainingRecipe
-from mote.training.progress import RunCallback, Tracker
+from mote.training.progress import Tracker
 from mote.training.recipe import Recipe, load_recipe
-from mote.training.train import train
+from mote.training.train import TrainingRun, train
 
 
 def overrides(source: Path, data: Path, out: Path, *more: str) -> list[str]:
@@ -66,21 +67,14 @@ def read_log(run: Path) -> list[dict[str, Any]]:
     return [line for line in state["log_history"] if "train_runtime" not in line]
 
 
-def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stop runs of pre-training after a step, as Ctrl-C does."""
-    end = RunCallback.on_step_end
-
-    def on_step_end(self: RunCallback, args: Any, state: Any, control: Any, **others: Any) -> None:
-        end(self, args, state, control, **others)
-        if state.global_step == step:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(RunCallback, "on_step_end", on_step_end)
-
-
 def pretraining_recipe(name: str, *overrides: str) -> PretrainingRecipe:
     """A shipped recipe of pre-training, on the repository's data."""
     return load_recipe(name, ["model.source=x", f"data.folder={EXAMPLE_DATA}", *overrides], PretrainingRecipe)
+
+
+def plan(recipe: Any, settings: Sequence[str]) -> str:
+    """What `mote train --dry-run` prints."""
+    return TrainingRun(recipe, settings).plan()
 
 
 def built_loss(
@@ -114,7 +108,9 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1"}
 
 
-def break_off(settings: list[str], monkeypatch: pytest.MonkeyPatch, at: int, recipe: str = "mote") -> None:
+def break_off(
+    settings: list[str], monkeypatch: pytest.MonkeyPatch, at: int, recipe: str = "mote", start: Any = train
+) -> None:
     """Stop a run before its step `at`, as Ctrl-C does."""
     record = Tracker.record
 
@@ -126,4 +122,4 @@ def break_off(settings: list[str], monkeypatch: pytest.MonkeyPatch, at: int, rec
     with monkeypatch.context() as patched:
         patched.setattr(Tracker, "record", interrupted)
         with pytest.raises(KeyboardInterrupt, match=re.escape(HOW_TO_RESUME)):
-            train(recipe, settings)
+            start(recipe, settings)

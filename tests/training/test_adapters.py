@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.checkpoints import dense_checkpoint
 from helpers.families import EXPERTS, all_families, batch, dense_model, difference, mote_config
-from helpers.runs import break_off, overrides, train_step, weights
+from helpers.runs import break_off, overrides, plan, weights
 from peft import PeftModel
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer, SparseEncoder
@@ -16,7 +16,7 @@ from transformers import AutoModel
 from mote import upcycle
 from mote.remote.modeling_mote import MoTEModel
 from mote.training.adapters import adapt, merge_adapters, network_of, share_weights, trained_weights
-from mote.training.train import TrainingRun, plan, train
+from mote.training.train import TrainingRun, train
 from mote.training.trainer_settings import PeftSettings
 
 LORA = "training.peft={r: 4, alpha: 8, dropout: 0.1}"
@@ -148,8 +148,6 @@ def test_only_one_expert(tiny_mote: Path, data: Path, tmp_path: Path) -> None:
     settings = overrides(tiny_mote, data, tmp_path / "run", *FAST, LORA, only, "training.only_experts=[clustering]")
     model = train("mote", settings)
     before, after = weights(tiny_mote), weights(model)
-    parameters = train_step(model)["parameters"]
-    assert 0 < parameters["trained"] < parameters["all"]
     moved = {key for key in after if not torch.equal(after[key], before[key])}
     assert moved
     assert all(".experts.clustering." in key for key in moved)

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 from helpers.datasets import CLASSIFICATION, RETRIEVAL, labelled, only, recipe_of, write
-from helpers.runs import overrides, train_step
+from helpers.runs import overrides, plan, train_step
 from sentence_transformers import SentenceTransformer
 
 from mote.training.cleaning import text_id
 from mote.training.data import load_data
 from mote.training.losses import InfoNCELoss
-from mote.training.train import TrainingRun, plan, train
+from mote.training.train import TrainingRun, train
 
 BLENDED = (
     "{retrieval: {batches: blended, temperature: 0.02}, classification: {batches: blended, pairs: label_text, "
@@ -81,10 +81,6 @@ def test_a_run_of_blended_batches(tiny: Path, data: Path, tmp_path: Path) -> Non
     assert [*record["training_sets"]] == ["blended"]
     used = {one["name"]: one["used"] for one in record["data"]}
     assert record["training_sets"]["blended"]["rows"] == sum(used.values())
-    texts = {name: count["texts"] for name, count in record["tasks"].items()}  # stand-ins are not counted
-    retrieval = sum(count for name, count in used.items() if name.startswith("retrieval/"))
-    assert texts["search_query"] == texts["search_document"] == retrieval
-    assert texts["classification"] == used["classification/banking77"] * (2 + 4)
     encoder = SentenceTransformer(str(model), trust_remote_code=True)
     assert encoder.encode(["a text"], task="classification").shape == (1, 16)
 

@@ -68,16 +68,7 @@ def settings(data: Path, out: Path, *more: str, recipe: str = "mote") -> list[st
 
 
 def run(processes: int, out: Path, words: Sequence[str], *, fsdp: bool = False, code: int = 0, **changes: str) -> str:
-    """Run `mote` with these words under as many processes; return what it wrote to the standard error.
-
-    Args:
-        processes: Number of processes.
-        out: Folder of the run.
-        words: Arguments of `mote`.
-        fsdp: Whether the processes hold parts of the model instead of replicas.
-        code: The expected exit code.
-        **changes: Changes of the environment.
-    """
+    """Run `mote` in some processes, with changes of the environment; return what it wrote to the standard error."""
     script = ["-m", "helpers.fsdp_on_cpu" if fsdp else "mote"]
     own = {**environment(out.parent), "HF_ASSETS_CACHE": str(out.parent / "cache"), **(FSDP if fsdp else {}), **changes}
     command = [*launcher(processes), *script, *words]
@@ -138,11 +129,11 @@ def test_two_processes_learn_what_one_does(recipe: str, more: list[str], data: P
         assert first["grad_norm"] == pytest.approx(second["grad_norm"], rel=1e-4)
     unused = load_recipe(recipe, settings(data, tmp_path / "unused")[2:])
     start = build_model(unused, open_checkpoint(str(SMALL_ENCODER)), tmp_path)[0]
-    assert difference(one, two) <= 1e-7  # the norm of all steps together is at most 5e-3
+    assert difference(one, two) <= 1.2e-7  # of a weight of 1, the last bit; the norm of all steps is at most 5e-3
     assert difference(start[0].model.state_dict(), one) > 1e-4
     records = [train_step(tmp_path / name / "run" / "model") for name in "12"]
     assert [record["processes"] for record in records] == [1, 2]
-    assert records[0]["tasks"] == records[1]["tasks"]  # texts and tokens, over all processes
+    assert records[0]["training_sets"] == records[1]["training_sets"]  # rows over all processes
 
 
 ADAPTERS = (

@@ -132,6 +132,3 @@ def test_the_command(capsys: pytest.CaptureFixture[str], fresh_folder: Any) -> N
     names = ["weights", "gradients", "optimizer", "activations", "loss", "total"]
     assert [line.split()[1] for line in lines[2:]] == names
     assert main(["memory", str(SMALL_ENCODER), *options]) == 0
-    assert main(["memory", str(SMALL_ENCODER), *options, "--expert", "a", "--expert", "b"]) == 0
-    assert main(["memory", str(fresh_folder), *options, "--expert", "a", "--expert", "b"]) == 1
-    assert "is already a MoTE" in capsys.readouterr().err

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.checkpoints import dense_checkpoint
-from helpers.paths import ROOT
+from helpers.paths import EXAMPLE_DATA
+from helpers.runs import overrides, plan
 from safetensors.torch import load_file
 
 import mote
 from mote import upcycle
-from mote.training.train import plan, train
+from mote.training.train import train
 
-DATA = ROOT / "examples" / "data"
 LEGAL = "legal: {anchor: legal, batches: homogeneous, datasets: [retrieval/tldr_pages]}"
 BOTH_SIDES = "legal: {anchor: legal, positive: search_document, batches: homogeneous, datasets: [retrieval/tldr_pages]}"
 OTHER = "topics: {anchor: clustering, batches: homogeneous, datasets: [retrieval/tldr_pages]}"
@@ -28,20 +28,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(source: Path, out: Path, *more: str, tasks: str = LEGAL) -> list[str]:
-    return [
-        f"model.source={source}",
-        f"data.folder={DATA}",
-        f"output={out}",
-        f"tasks={{{tasks}}}",
-        "training.only_experts=[legal]",
-        "data.limit=40",
-        "training.batch_size=16",
-        "training.max_steps=3",
-        "training.learning_rate=1e-2",
-        "training.weight_decay=0.5",
-        "validation.limit=8",
-        *more,
-    ]
+    own = ("training.only_experts=[legal]", "training.learning_rate=1e-2", "training.weight_decay=0.5")
+    return overrides(source, EXAMPLE_DATA, out, f"tasks={{{tasks}}}", *own, *more)
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,14 @@ import pytest
 import torch
 from helpers.datasets import write
 from helpers.families import make_different
-from helpers.runs import break_off, built_loss, overrides, train_step, weights
+from helpers.runs import break_off, built_loss, overrides, plan, train_step, weights
 from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder import losses
 
 from mote import upcycle
 from mote.training.recipe import load_recipe
 from mote.training.run_folder import START_FOLDER
-from mote.training.train import plan, train
+from mote.training.train import train
 
 ROWS = [
     {"anchor": f"what is {word}", "positive": f"{word} is a thing of its own", "negative": f"nothing about {number}"}
@@ -75,7 +75,7 @@ def test_a_run_with_negatives_is_resumed(
     one, other = (weights(tmp_path / name / "model") for name in ("whole", "cut"))
     assert all(torch.equal(one[key], other[key]) for key in one)
     record = train_step(model)
-    assert record["tasks"]["search_query"]["texts"] * 2 == record["tasks"]["search_document"]["texts"]
+    assert record["training_sets"] == {"retrieval/things": {"steps": 3, "rows": 20}}
     assert set(record["validation"]["after"]) >= {"validation_mean", "validation_retrieval"}
     encoder = SparseEncoder(str(model), trust_remote_code=True)
     assert encoder.max_active_dims == 9

@@ -15,7 +15,16 @@ import torch
 from helpers.checkpoints import dense_checkpoint, edit_json, edit_weights
 from helpers.inference_server import read_as_server
 from helpers.paths import SMALL_ENCODER
-from helpers.runs import assert_same_weights, break_off, command, environment, overrides, read_log, train_step, weights
+from helpers.runs import (
+    assert_same_weights,
+    break_off,
+    command,
+    environment,
+    overrides,
+    read_log,
+    train_step,
+    weights,
+)
 from sentence_transformers import SentenceTransformer, SparseEncoder
 
 from mote import upcycle
@@ -24,10 +33,10 @@ from mote.checkpoints.reading import Checkpoint, open_checkpoint
 from mote.cli import main
 from mote.remote.configuration_mote import MoTEConfig
 from mote.training import teachers
-from mote.training.model import build_model, encodings
+from mote.training.model import build_model
 from mote.training.recipe import load_recipe, shipped_recipes
 from mote.training.run_folder import START_FOLDER, RunFolder
-from mote.training.train import TrainingRun, plan, train
+from mote.training.train import TrainingRun, train
 
 TIER: dict[str, Any] = {"mote": [], "nv-stage2": [pytest.mark.slow]}  # all other recipes: long
 
@@ -77,7 +86,6 @@ def test_each_shipped_recipe(name: str, tiny: Path, data: Path, tmp_path: Path) 
     assert record["steps"] == 2
     recipe = load_recipe(model / "recipe.yaml")  # what lies next to the weights is a recipe
     assert (recipe.name, recipe.training.max_steps) == (name, 2)
-    assert (model / "curves.png").read_bytes().startswith(b"\x89PNG")
     encoder = SentenceTransformer if recipe.retrieval.kind == "dense" else SparseEncoder
     trusted = recipe.model.kind != "dense" or recipe.model.instruction_pooling == "excluded"
     loaded = encoder(str(model), trust_remote_code=trusted)
@@ -91,16 +99,10 @@ def test_each_shipped_recipe(name: str, tiny: Path, data: Path, tmp_path: Path) 
     assert set(record["validation"]["after"]) >= {"validation_mean", *(f"validation_{task}" for task in recipe.tasks)}
     card = (model / "README.md").read_text()
     assert f"`{name}`" in card
-    assert all(f"| {task} |" in card for task in recipe.tasks)
+    assert all(f"| {task} | " in card for task in recipe.tasks)
     assert "Not trained yet" not in card
     assert not (tmp_path / "run" / "checkpoints").exists()
     assert not (tmp_path / "run" / START_FOLDER).exists()
-
-
-@pytest.mark.long
-def test_without_validation_texts_nothing_is_validated(tiny: Path, data: Path, tmp_path: Path) -> None:
-    settings = overrides(tiny, data, tmp_path / "run", "validation.share=0", "training.eval_steps=1")
-    assert train_step(train("mote", settings))["steps"] == 2
 
 
 class Spy:
@@ -177,41 +179,6 @@ def test_each_batch_is_of_one_task_and_every_row_is_seen_once(epoch: tuple[Spy, 
         used[dataset["name"] if dataset["task"] == "retrieval" else dataset["task"]] += dataset["used"]
     assert {name: seen["rows"] for name, seen in record["training_sets"].items()} == used
     assert {"retrieval/arxiv", "retrieval/tldr_pages", "classification", "clustering"} == used.keys()
-    texts = {name: seen["texts"] for name, seen in record["tasks"].items()}
-    retrieval = used["retrieval/arxiv"] + used["retrieval/tldr_pages"]
-    assert texts == {
-        "search_query": retrieval,
-        "search_document": retrieval,
-        "classification": 2 * used["classification"],
-        "clustering": 2 * used["clustering"],
-    }
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("task", "temperature"), [("retrieval", 0.03), ("clustering", 0.06)])
-def test_the_first_loss_is_the_closed_form_with_the_tasks_temperature(
-    task: str, temperature: float, data: Path, tmp_path: Path
-) -> None:
-    others = [f"tasks.{name}=null" for name in ("retrieval", "classification", "clustering") if name != task]
-    dataset = {"retrieval": "retrieval/tldr_pages", "clustering": "clustering/arxiv_titles"}[task]
-    recipe = load_recipe("mote", of_encoder(data, tmp_path / "run", *others, f"tasks.{task}.datasets=[{dataset}]"))
-    ready = TrainingRun(recipe).prepare()
-    (training_set,) = ready.data.sets.values()
-    first = next(iter(ready.trainer.get_train_dataloader().batch_sampler))
-    rows = training_set.rows.select(first)
-    anchors, positives = (
-        ready.model.encode(rows[column], prompt_name=training_set.column_tasks[column], convert_to_tensor=True)
-        for column in ("anchor", "positive")
-    )
-    labels = torch.tensor(rows["label"])
-    scores = anchors @ positives.T / temperature
-    for i in range(len(first)):
-        for j in range(len(first)):
-            if i != j and (labels[i, 2] == labels[j, 2] or labels[j, 1] in labels[i, :2]):
-                scores[i, j] = -torch.inf
-    expected = torch.nn.functional.cross_entropy(scores, torch.arange(len(first))).item()
-    ready.train()
-    assert read_log(tmp_path / "run")[0]["loss"] == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.long
@@ -247,39 +214,6 @@ def test_the_order_does_not_depend_on_the_number_of_workers(tiny: Path, data: Pa
         assert_same_weights(one, seed)
 
 
-SLOWLY = "training.learning_rate=1e-4"
-
-
-@pytest.fixture(scope="module")
-def two_steps(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that others are compared with."""
-    folder = tmp_path_factory.mktemp("two") / "steps"
-    train("mote", of_encoder(data, folder, SLOWLY))
-    return folder
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "setting", ["training.gradient_checkpointing=true", "training.mini_batch_size=null", "training.mini_batch_size=3"]
-)
-def test_ways_to_save_memory_change_nothing(setting: str, two_steps: Path, data: Path, tmp_path: Path) -> None:
-    one = weights(two_steps / "model")
-    other = weights(train("mote", of_encoder(data, tmp_path / "other", SLOWLY, setting)))
-    assert losses_of(two_steps) == pytest.approx(losses_of(tmp_path / "other"), rel=1e-4)
-    # Adam divides by the gradient's own size, so that of a weight whose gradient is nearly zero may go either way
-    different = sum((one[key] - other[key]).abs().gt(1e-5).sum().item() for key in one)
-    assert different < 0.001 * sum(weight.numel() for weight in one.values())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("setting", "within"), [("bf16", 0.05), ("torch_compile", 1e-3)])
-def test_ways_to_save_time(setting: str, within: float, two_steps: Path, data: Path, tmp_path: Path) -> None:
-    model = train("mote", of_encoder(data, tmp_path / "other", SLOWLY, f"training.{setting}=true"))
-    assert losses_of(two_steps) == pytest.approx(losses_of(tmp_path / "other"), rel=within)
-    assert losses_of(two_steps) != losses_of(tmp_path / "other") or setting != "bf16"
-    assert {weight.dtype for weight in weights(model).values()} == {torch.float32}
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "weight", "shown"),
@@ -308,23 +242,6 @@ def test_the_start_has_a_weight_in_the_final_model(
     scores = [train_step(one)["validation"]["after"] for one in (tmp_path / "trained" / "model", model)]
     assert scores[0] != scores[1]  # of the weights that are written
     assert f"with a weight of {shown}" in (model / "README.md").read_text()
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("own_cache")
-def test_a_teacher_is_learned_from(tiny: Path, data: Path, tmp_path: Path) -> None:
-    settings = overrides(
-        tiny,
-        data,
-        tmp_path / "run",
-        distilled(SMALL_ENCODER),
-        "training.max_steps=12",
-        "training.num_train_epochs=6",
-        "training.learning_rate=1e-2",
-    )
-    train("mote", settings)
-    losses = losses_of(tmp_path / "run")
-    assert sum(losses[-3:]) < sum(losses[:3]) - 0.05
 
 
 LONGER = (
@@ -359,13 +276,12 @@ def test_a_killed_run_is_resumed_bit_for_bit(kill_after: int, tiny: Path, data: 
     )
     assert_same_weights(tmp_path / "killed" / "model", tmp_path / "whole" / "model")
     logs = [read_log(tmp_path / name) for name in ("killed", "whole")]
-    same = ("step", "training_set", "task", "loss", "rows", "learning_rate", "grad_norm", "eval_validation_mean")
-    one, other = ([{key: line[key] for key in same if key in line} for line in log] for log in logs)
+    timed = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
+    one, other = ([{key: line[key] for key in line if key not in timed} for line in log] for log in logs)
     assert one == other
     assert len(one) >= 2 * kill_after / 3
     records = [train_step(tmp_path / name / "model") for name in ("killed", "whole")]
     assert records[0]["resumed_from_step"] >= kill_after
-    assert records[0]["tasks"] == records[1]["tasks"]
     assert records[0]["training_sets"] == records[1]["training_sets"]
 
 
@@ -383,47 +299,38 @@ def test_the_weights_of_a_loss_are_resumed(
     assert_same_weights(tmp_path / "broken" / "model", tmp_path / "whole" / "model")
 
 
-@pytest.mark.long
 def test_the_record_of_a_resumed_run(tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = overrides(tiny, data, tmp_path / "run", "training.max_steps=4")
-    break_off(settings, monkeypatch, at=4)
-    seal = tmp_path / "run" / "checkpoints" / "checkpoint-3" / "checkpoint.json"
+    """Intervals may be others when it is resumed; time and scores are those of the whole run."""
+    settings = overrides(tiny, data, tmp_path / "run", "training.max_steps=6")
+    break_off([*settings, "training.logging_steps=1"], monkeypatch, at=3)
+    seal = tmp_path / "run" / "checkpoints" / "checkpoint-2" / "checkpoint.json"
     seconds = json.loads(seal.read_text())["seconds"]
     assert seconds > 0
     edit_json(seal, seconds=seconds + 1000)
-    record = train_step(train("mote", settings))
-    whole = train_step(train("mote", overrides(tiny, data, tmp_path / "whole", "training.max_steps=4")))
-    assert (record["resumed_from_step"], whole["resumed_from_step"]) == (3, None)
+    record = train_step(train("mote", [*settings, "training.logging_steps=3"]))
+    assert [line["step"] for line in read_log(tmp_path / "run") if "loss" in line] == [1, 2, 3, 6]
+    whole = train_step(train("mote", overrides(tiny, data, tmp_path / "whole", "training.max_steps=6")))
+    assert (record["resumed_from_step"], whole["resumed_from_step"]) == (2, None)
     assert record["seconds"] > 1000 > whole["seconds"]  # of all steps, as `steps` counts them
     assert record["validation"] == whole["validation"]
 
 
-def test_intervals_may_change_on_resuming(
-    tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = overrides(tiny, data, tmp_path / "run", "training.max_steps=6", "validation.share=0")
-    break_off([*settings, "training.logging_steps=1"], monkeypatch, at=3)
-    train("mote", [*settings, "training.logging_steps=3"])
-    assert [line["step"] for line in read_log(tmp_path / "run") if "loss" in line] == [1, 2, 3, 6]
-
-
-def test_a_dry_run_of_a_finished_run(tiny: Path, data: Path, tmp_path: Path) -> None:
-    settings = overrides(tiny, data, tmp_path / "run", "validation.share=0")
+def test_a_dry_run(tiny: Path, data: Path, tmp_path: Path, own_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It writes nothing and asks no teacher; a finished run is not replaced."""
+    more = ("validation.share=0", "training.eval_steps=1")  # without held-out texts, nothing is validated
+    settings = overrides(tiny, data, tmp_path / "run", distilled(SMALL_ENCODER), *more)
+    assert main(["train", "mote", *settings, "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert "2 steps" in text
+    assert "| retrieval/tldr_pages " in text
+    assert "max_steps: 2" in text
+    assert not own_cache.exists()
+    assert not (tmp_path / "run").exists()
+    assert main(["train", "mote", *settings, distilled(Path("/nowhere")), "--dry-run"]) == 1
     model = train("mote", settings)
     assert main(["train", "mote", *settings, "--dry-run"]) == 1
     assert main(["train", "mote", *settings, "--dry-run", "--overwrite"]) == 0
     assert model.is_dir()
-
-
-@pytest.mark.parametrize("recipe", ["em", "mote"])
-def test_more_tokens_than_learned_positions_are_refused(recipe: str, tiny: Path, data: Path, tmp_path: Path) -> None:
-    positions = json.loads((tiny / "config.json").read_text())["max_position_embeddings"]
-    settings = overrides(tiny, data, tmp_path / "run", f"model.max_length={positions + 1}")
-    message = f"model.max_length is {positions + 1}, and .* for {positions} tokens"
-    for start in (TrainingRun(recipe, settings).prepare, TrainingRun(recipe, settings).plan):
-        with pytest.raises(ValueError, match=message):
-            start()
-    assert "2 steps" in plan(recipe, [*settings, f"model.max_length={positions}"])
 
 
 def test_a_default_prompt_without_a_task_is_not_kept(data: Path, tmp_path: Path) -> None:
@@ -434,17 +341,6 @@ def test_a_default_prompt_without_a_task_is_not_kept(data: Path, tmp_path: Path)
     assert model.default_prompt_name is None
     model.save_pretrained(str(tmp_path / "saved"))
     assert "web_search" not in SentenceTransformer(str(tmp_path / "saved")).prompts
-
-
-def test_texts_without_an_instruction_are_validated_without_the_default_prompt() -> None:
-    names = MoTEConfig()
-    names.instructions["search_document"] = ""
-    how = encodings(names, "dense")
-    model = SentenceTransformer(str(SMALL_ENCODER), prompts={"query": "search_query: "}, default_prompt_name="query")
-    query, document = (model.encode("a text", **how[task]) for task in ("search_query", "search_document"))
-    assert (query == model.encode("a text")).all()
-    model.default_prompt_name = None
-    assert (document == model.encode("a text")).all()
 
 
 @pytest.mark.parametrize(
@@ -484,17 +380,8 @@ def test_another_source_or_teacher_is_refused_on_resuming(
     shutil.copytree(tiny, teacher, dirs_exist_ok=True)
     (source / "README.md").write_text("A card does not change an embedding.")
     assert TrainingRun(recipe).prepare().checkpoint is not None
-    names = ("config.json", "tokenizer_config.json", "config_sentence_transformers.json", "1_Pooling/config.json")
-    for changed_file in ("model.safetensors", *names):
-        if changed_file == "model.safetensors":
-            edit_weights(source, **changed)
-        else:
-            edit_json(source / changed_file, of_another_model=True)
-        with pytest.raises(ValueError, match=rf"The models differ .*: source {source} .* or start over with"):
-            TrainingRun(recipe).prepare()
-        shutil.copytree(tiny, source, dirs_exist_ok=True)
-    (source / "added_tokens.json").write_text("{}")
-    with pytest.raises(ValueError, match="The models differ"):
+    edit_json(source / "1_Pooling/config.json", of_another_model=True)
+    with pytest.raises(ValueError, match=rf"The models differ .*: source {source} .* or start over with"):
         TrainingRun(recipe).prepare()
 
 
@@ -526,23 +413,7 @@ def test_a_full_disk(tiny: Path, data: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert "error: " in done.stderr
-    assert "The run was stopped: " in done.stderr
-    assert "There is no checkpoint yet." in done.stderr
+    assert "The run was stopped. There is no checkpoint yet." in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run" / "model").exists()
     assert subprocess.run(command("ic", *settings), env=environment(tmp_path), capture_output=True).returncode == 0
-
-
-def test_the_plan_asks_no_teacher(tiny: Path, data: Path, tmp_path: Path, own_cache: Path) -> None:
-    assert "2 steps" in plan("mote", overrides(tiny, data, tmp_path / "run", distilled(SMALL_ENCODER)))
-    assert not own_cache.exists()
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        plan("mote", overrides(tiny, data, tmp_path / "run", distilled(Path("/nowhere"))))
-
-
-def test_the_plan_writes_nothing(tiny: Path, data: Path, tmp_path: Path) -> None:
-    text = plan("mote", overrides(tiny, data, tmp_path / "run"))
-    assert "2 steps" in text
-    assert "| retrieval/tldr_pages " in text
-    assert "temperature: 0.06" in text
-    assert not (tmp_path / "run").exists()

@@ -1,29 +1,24 @@
 """Pre-training from a recipe, on transformers' own trainer; interrupted runs are resumed."""
 
-import logging
 import math
 from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForMaskedLM,
-    PreTrainedModel,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import AutoModelForMaskedLM, PreTrainedModel, Trainer, TrainingArguments
 
-from mote.checkpoints.models import dense_without_weights, load_dense, load_mote, load_tokenizer
+from mote.checkpoints.models import load_dense, load_mote, load_tokenizer
 from mote.checkpoints.reading import Checkpoint, has_head, is_mote, mote_class
 from mote.checkpoints.sentence_transformers import max_seq_length
 from mote.experts.exporting import export
+from mote.remote.configuration_mote import MoTEConfig
 from mote.remote.masked_lm_mote import MoTEForMaskedLM
 from mote.training.model import check_fit, matching_config, set_dropout, set_router_loss, tasks_of, upcycling_options
 from mote.training.objectives import Pretraining
-from mote.training.pretraining_recipe import PretrainingRecipe
+from mote.training.pretraining_recipe import PretrainedModelSettings, PretrainingRecipe
 from mote.training.processes import build_arguments, processes, with_deepspeed, with_fsdp
 from mote.training.progress import RunCallback
 from mote.training.run import Run
@@ -31,19 +26,11 @@ from mote.training.texts import MaskedBatches, SetEpoch, TextData, TextRows, loa
 from mote.upcycling.options import UpcyclingOptions
 from mote.upcycling.plan import plan_upcycling
 
-logger = logging.getLogger(__name__)
-
-OBJECTIVES = {  # in cards
-    "mlm": "pre-trained by masked language modelling",
-    "cot-mae": "pre-trained by contextual masked auto-encoding (CoT-MAE)",
-}
-
 
 def pretrain(recipe: PretrainingRecipe | str | Path, overrides: Sequence[str] = (), *, overwrite: bool = False) -> Path:
     """Pre-train a model from a recipe: a MoTE with each text through the expert of its task, or a dense model.
 
-    Arguments and errors are those of `mote.train`; a source without a head is an error, too. The same call resumes an
-    interrupted run from its last checkpoint, with the same result.
+    Arguments and errors are those of `mote.train`, and it resumes as that does; the source needs a head.
 
     Returns:
         Folder of the model, which has a head (`AutoModelForMaskedLM`).
@@ -51,19 +38,11 @@ def pretrain(recipe: PretrainingRecipe | str | Path, overrides: Sequence[str] = 
     return PretrainingRun(recipe, overrides, overwrite=overwrite).run()
 
 
-def plan_pretraining(
-    recipe: PretrainingRecipe | str | Path, overrides: Sequence[str] = (), *, overwrite: bool = False
-) -> str:
-    """Describe the run of a recipe: settings, data and steps. Raises the errors of `pretrain`; writes nothing."""
-    return PretrainingRun(recipe, overrides, overwrite=overwrite).plan()
-
-
 class PretrainingRun(Run):
     """The run of `mote pretrain`."""
 
     verb = "pretrain"
     recipe_class = PretrainingRecipe
-    score_name = "held-out loss"
 
     recipe: PretrainingRecipe
     data: TextData
@@ -72,20 +51,15 @@ class PretrainingRun(Run):
         if with_deepspeed() or with_fsdp():
             raise ValueError("Pre-training runs on one device or under DDP: start it without DeepSpeed and FSDP")
         self.names, self.tokenizer = _config_of(self.recipe, self.source), load_tokenizer(self.source)
-        if not is_mote(self.source.config):
-            dense_without_weights(self.source, with_head=not self.recipe.model.new_head)
-        with torch.device("meta"):
-            Pretraining(mote_class(self.names.model_type, "masked_lm")(self.names), self.recipe.decoder_settings)
-        MaskedBatches(self.tokenizer, self.recipe)
 
     def _load_model(self) -> None:
-        settings = self.recipe.model
-        torch.manual_seed(self.recipe.training.seed)  # for the new weights of a head, of routers, of a decoder
-        self.model, self.tokenizer = build_masked_lm(self.recipe, self.source), load_tokenizer(self.source)
+        recipe = self.recipe
+        torch.manual_seed(recipe.training.seed)  # for the new weights of a head, of routers, of a decoder
+        self.model = build_masked_lm(recipe.model, self.source, self.names)
         self.names = self.model.config
-        self.trained = Pretraining(self.model, self.recipe.decoder_settings)
-        if settings.dropout is not None:
-            set_dropout(self.trained, settings.dropout)
+        self.trained = Pretraining(self.model, recipe.decoder if recipe.objective == "cot-mae" else None)
+        if recipe.model.dropout is not None:
+            set_dropout(self.trained, recipe.model.dropout)
 
     def _load_data(self) -> int:
         self.data = load_texts(self.recipe, self.tokenizer)
@@ -99,29 +73,29 @@ class PretrainingRun(Run):
         tokenizer.model_max_length = recipe.model.max_length or own_length
         self.trained.register_forward_hook(self._observe, with_kwargs=True)
         rows = TextRows(self.data.texts, recipe, self.names, tokenizer)
-        held_out = {task: {task: texts} for task, texts in self.data.held_out.items() if texts}
+        held_out = {
+            task: TextRows({task: texts}, recipe, self.names, tokenizer)
+            for task, texts in self.data.held_out.items()
+            if texts
+        }
         return PretrainingTrainer(
             self.trained,
             self.arguments,
             data_collator=MaskedBatches(tokenizer, recipe),
             train_dataset=rows,
-            eval_dataset={task: TextRows(texts, recipe, self.names, tokenizer) for task, texts in held_out.items()},
+            eval_dataset=held_out,
             callbacks=[SetEpoch(rows), RunCallback(self.tracker, {})],
         )
 
     def _observe(self, model: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Record a batch of training, as a forward hook of the model."""
-        if not model.training or out.loss is None:
-            return
-        tokens = kwargs["attention_mask"].sum(dim=1).cpu()  # [B]
-        ids = kwargs.get("task_ids", torch.zeros_like(tokens)).cpu()
-        tasks, objective = list(self.names.tasks), self.recipe.objective
-        counts = [torch.bincount(ids, of_text.double(), len(tasks)) for of_text in (torch.ones_like(tokens), tokens)]
-        self.tracker.record(objective, objective, dict(out), len(tokens), tasks, torch.stack(counts, dim=1))
+        if model.training:
+            self.tracker.record(self.recipe.objective, self.recipe.objective, dict(out), len(kwargs["input_ids"]))
 
     def scores(self) -> dict[str, float]:
         """Return the loss on the held-out texts of each task."""
-        tasks, trainer = [task for task, texts in self.data.held_out.items() if texts], cast(Any, self.trainer)
+        trainer: Any = self.trainer
+        tasks = [task for task, texts in self.data.held_out.items() if texts]
         # On a copy with the same weights: accelerate (1.15) treats a model that it has prepared for evaluation as ready
         # for training, too, so that each process of DDP would train a model of its own.
         trainer.model = trainer.model_wrapped = copy(self.trained)
@@ -134,16 +108,10 @@ class PretrainingRun(Run):
         after = self.scores()
         if not processes().is_main_process:
             return
-        logger.info("Writing the model …")
         if self.recipe.model.kind == "dense":
             self.model = dense_with_head(self.model)
-        self._write(
-            {"objective": self.recipe.objective, "loss": {"before": before, "after": after}},
-            [(task, str(before.get(task, "")), str(loss)) for task, loss in after.items()],
-            f"{OBJECTIVES[self.recipe.objective]} (recipe `{self.recipe.name}`) from",
-            tokenizer=self.tokenizer,
-            names=self.names,
-        )
+        made = f"pre-trained by `{self.recipe.objective}` (recipe `{self.recipe.name}`) from"
+        self._write(before, after, made, tokenizer=self.tokenizer, names=self.names)
 
 
 class PretrainingTrainer(Trainer):
@@ -156,13 +124,8 @@ class PretrainingTrainer(Trainer):
         super()._save(output_dir, {name: weight for name, weight in weights.items() if name not in tied})
 
 
-def build_masked_lm(recipe: PretrainingRecipe, source: Checkpoint) -> MoTEForMaskedLM:
-    """Build the model that a recipe pre-trains, in float32.
-
-    Raises:
-        ValueError: If the source does not suit the recipe, has no head, or the recipe names an unknown task.
-    """
-    settings, config = recipe.model, _config_of(recipe, source)
+def build_masked_lm(settings: PretrainedModelSettings, source: Checkpoint, config: MoTEConfig) -> MoTEForMaskedLM:
+    """Build the model that a recipe pre-trains, in float32, with its config from `_config_of`."""
     if is_mote(source.config):
         model: Any = load_mote(source, with_head=True).float()
         set_router_loss(model.config, settings)
@@ -183,15 +146,12 @@ def build_masked_lm(recipe: PretrainingRecipe, source: Checkpoint) -> MoTEForMas
 
 
 def _config_of(recipe: PretrainingRecipe, source: Checkpoint) -> Any:
-    """Return the config of the model that a recipe pre-trains; errors as in `build_masked_lm`."""
+    """Return the config of the model that a recipe pre-trains; the source must suit it, and know its tasks."""
     settings, config = recipe.model, source.config
     if not is_mote(config):
         config = plan_upcycling(source, options=_upcycling_options(recipe)).config
     elif settings.new_head or not has_head(config):
-        have = "has a head" if has_head(config) else "has no head"
-        raise ValueError(
-            f"{source.name} is a MoTE and {have}: a new head has to be added to its dense source (model.new_head=true)"
-        )
+        raise ValueError(f"{source.name} is a MoTE: only its dense source can get a new head (model.new_head=true)")
     else:
         config = matching_config(settings, source)
     contexts = [task.context_task for task in recipe.tasks.values() if task.context_task]
@@ -200,7 +160,7 @@ def _config_of(recipe: PretrainingRecipe, source: Checkpoint) -> Any:
 
 
 def _upcycling_options(recipe: PretrainingRecipe) -> UpcyclingOptions:
-    """Return the settings of upcycling; a dense model is trained as a MoTE with one expert, which computes the same."""
+    """A dense model is trained as a MoTE with one expert, which computes the same."""
     settings = recipe.model
     options = upcycling_options(settings)
     options.with_head, options.pooling = not settings.new_head, settings.pooling

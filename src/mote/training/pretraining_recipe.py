@@ -148,8 +148,3 @@ class PretrainingRecipe(RunSettings):
     training: PretrainingSettings = PretrainingSettings()
 
     PLACE: ClassVar[Any] = SHIPPED / "pretraining"
-
-    @property
-    def decoder_settings(self) -> DecoderSettings | None:
-        """The decoder's settings, if the objective has one."""
-        return self.decoder if self.objective == "cot-mae" else None

@@ -1,6 +1,5 @@
 """The processes that train together, and the arguments of their trainer."""
 
-import logging
 import os
 from typing import Any, TypeVar
 
@@ -51,7 +50,6 @@ def build_arguments(kind: type[Arguments], training: TrainerSettings, folder: Ru
         "use_cpu": not torch.accelerator.is_available(),  # explicit, so that bf16 is accepted on CPUs
         "dataloader_pin_memory": torch.cuda.is_available(),
         "ddp_find_unused_parameters": True,  # experts of other tasks get no gradient
-        "disable_tqdm": logging.getLogger("mote").level > logging.INFO,  # `mote --quiet`
         **training.trainer_arguments(),
         "output_dir": str(folder.checkpoints),
         "per_device_train_batch_size": training.batch_size // count,

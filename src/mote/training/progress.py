@@ -2,8 +2,8 @@
 
 import math
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,65 +29,35 @@ class NonFiniteError(ValueError):
         super().__init__(f"{problem}. This step was not saved: try a lower training.learning_rate")
 
 
+@dataclass
 class Tracker:
     """Counts of a run so far, over all processes.
 
     Attributes:
         step: Completed steps.
-        training_sets: Training set → steps, rows, and the sum of its losses.
-        tasks: Task of the model → texts and tokens of it.
+        training_sets: Training set → steps and rows.
         seconds: Duration up to the last checkpoint or the end, without steps lost by an interruption.
-        last: Training set, task, losses and rows of the current step.
+        last: Training set, task, losses and rows of the last batch.
     """
 
-    def __init__(self) -> None:
-        self.step = 0
-        self.training_sets: dict[str, dict[str, float]] = {}
-        self.tasks: dict[str, dict[str, int]] = {}
-        self.seconds = 0.0
-        self.last: dict[str, Any] = {}
+    step: int = 0
+    training_sets: dict[str, dict[str, int]] = field(default_factory=dict)
+    seconds: float = 0.0
+    last: dict[str, Any] = field(default_factory=dict)
 
-    def record(
-        self, name: str, task: str, losses: dict[str, Tensor], rows: int, tasks: Sequence[str], counts: Tensor
-    ) -> None:
-        """Add one batch of a training set, of which this process has a share.
-
-        `losses` has their sum as `loss`, which must be finite in all processes. `counts` are the texts and tokens of
-        each task of the model, [T, 2]; `tasks` may repeat.
-        """
-        parts = (torch.stack([*losses.values()]).detach(), torch.tensor([rows]), counts.flatten())
-        summed_losses, total, seen_counts = summed(torch.cat([part.cpu().double() for part in parts])).split(
-            [len(losses), 1, counts.numel()]
-        )
-        rows = int(total.item())
-        means = dict(zip(losses, (summed_losses / processes().num_processes).tolist(), strict=True))
+    def record(self, name: str, task: str, losses: dict[str, Tensor], rows: int) -> None:
+        """Add a batch of a training set, of which this process has a share; the sum of its losses is `loss`."""
+        found = torch.stack([*losses.values()]).detach().cpu().double()
+        *sums, total = summed(torch.cat([found, torch.tensor([rows])])).tolist()
+        means = {key: value / processes().num_processes for key, value in zip(losses, sums, strict=True)}
         if not math.isfinite(means["loss"]):
             raise NonFiniteError(
-                f"The loss is {means['loss']} at step {self.step + 1}, in a batch of {rows} rows of {name}"
+                f"The loss is {means['loss']} at step {self.step + 1}, in a batch of {total:.0f} rows of {name}"
             )
-        seen = self.training_sets.setdefault(name, {"steps": 0, "rows": 0, "loss": 0.0})
-        for key, value in (("steps", 1), ("rows", rows), ("loss", means["loss"])):
-            seen[key] += value
-        for used, (texts, tokens) in zip(tasks, seen_counts.view(-1, 2).long().tolist(), strict=True):
-            if texts:
-                of_task = self.tasks.setdefault(used, {"texts": 0, "tokens": 0})
-                of_task["texts"] += texts
-                of_task["tokens"] += tokens
-        self.last = {"training_set": name, "task": task, **means, "rows": rows}
-
-    def state(self) -> dict[str, Any]:
-        """Return the state to save in a checkpoint."""
-        return {name: getattr(self, name) for name in ("step", "training_sets", "tasks", "seconds")}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Restore the state of a checkpoint."""
-        for name, value in state.items():
-            setattr(self, name, value)
-
-
-def _tokens_of(column: dict[str, Any]) -> Tensor:
-    """Count the tokens of each text of a column, [B]."""
-    return column["cu_seq_lens_q"].diff() if "cu_seq_lens_q" in column else column["attention_mask"].sum(dim=1)
+        seen = self.training_sets.setdefault(name, {"steps": 0, "rows": 0})
+        seen["steps"] += 1
+        seen["rows"] += int(total)
+        self.last = {"training_set": name, "task": task, **means, "rows": int(total)}
 
 
 def count_texts(column: dict[str, Any]) -> int:
@@ -96,40 +66,19 @@ def count_texts(column: dict[str, Any]) -> int:
 
 
 class TrackedLoss(nn.Module):
-    """The loss of one training set, recorded by the tracker.
+    """The loss of one training set, of a task of the recipe, recorded by the tracker."""
 
-    `column_tasks` has for each part of the training set text column → task of the model. If there are several parts,
-    the last number of a label is that of the row's part.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: nn.Module,
-        tracker: Tracker,
-        name: str,
-        task: str,
-        column_tasks: list[dict[str, str]],
-    ) -> None:
+    def __init__(self, model: nn.Module, loss: nn.Module, tracker: Tracker, name: str, task: str) -> None:
         super().__init__()
         self.model, self.loss, self.tracker = model, loss, tracker  # the trainer replaces `model` by its wrapped one
-        self.name, self.task, self.column_tasks = name, task, [list(part.values()) for part in column_tasks]
+        self.name, self.task = name, task
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None) -> Tensor:
         """Compute the loss of a batch, and record it."""
         features = list(sentence_features)
         loss = self.loss(features, labels)
         total = torch.stack([*loss.values()]).sum() if isinstance(loss, dict) else loss
-        tokens = torch.stack([_tokens_of(column).cpu() for column in features])  # of each text, [columns, B]
-        parts = torch.zeros_like(tokens[0])
-        if labels is not None and len(self.column_tasks) > 1:
-            parts = labels[:, -1].cpu()
-        names, counts = [], []
-        for number, tasks in enumerate(self.column_tasks):
-            of_part = parts == number
-            names += tasks
-            counts += [torch.stack([of_part.sum(), column[of_part].sum()]) for column in tokens[: len(tasks)]]
-        self.tracker.record(self.name, self.task, {"loss": total}, len(parts), names, torch.stack(counts))
+        self.tracker.record(self.name, self.task, {"loss": total}, count_texts(features[0]))
         return total
 
     def own_parameters(self) -> dict[str, nn.Parameter]:
@@ -202,7 +151,7 @@ class RunCallback(TrainerCallback):
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             own = {name: loss.own_parameters() for name, loss in self.losses.items()}
             torch.save({name: weights for name, weights in own.items() if weights}, folder / LOSS_FILE)
-            write_json(folder / CHECKPOINT_FILE, self.tracker.state())
+            write_json(folder / CHECKPOINT_FILE, asdict(self.tracker))
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Record the total duration, and check the trained weights."""
@@ -220,23 +169,3 @@ def check_finite(model: nn.Module, step: int) -> None:
     if total := int(summed(torch.tensor(float(len(names)))).item()):
         shown = ", ".join(names[:3]) or "in another process"
         raise NonFiniteError(f"{total} weights are non-finite at step {step} ({shown})")
-
-
-def draw_curves(log: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Draw the loss of each task, and losses on held-out texts, from the trainer's log."""
-    from matplotlib.figure import Figure  # pyplot selects a GUI backend
-
-    curves: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    for line in log:
-        for key, value in line.items():
-            is_loss = key.endswith("_loss") and key != "train_loss"  # the mean of the run, in the trainer's summary
-            if is_loss or (key == "loss" and "task" in line):
-                curves[line["task"] if key == "loss" else key].append((line["step"], value))
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    axes.set(xlabel="step", ylabel="loss", title=title)
-    for name, points in curves.items():
-        # A model may be validated only once, which makes no line.
-        axes.plot(*zip(*points, strict=True), "--o" if name.startswith("eval_") else "-", markersize=3, label=name)
-    axes.legend(loc="upper right")
-    figure.savefig(path, dpi=110)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from transformers import PrinterCallback, Trainer, TrainingArguments
+from transformers import PrinterCallback, Trainer
 from typing_extensions import Self
 
 from mote.checkpoints.cards import UPCYCLED
@@ -19,14 +19,14 @@ from mote.checkpoints.options import WriteOptions
 from mote.checkpoints.provenance import command_line, new_step
 from mote.checkpoints.reading import Checkpoint, is_mote, open_checkpoint
 from mote.checkpoints.writing import Repository
-from mote.files import read_json
+from mote.files import lock, read_json
 from mote.reporting import table
 from mote.training.processes import processes
-from mote.training.progress import Tracker, draw_curves
+from mote.training.progress import Tracker
 from mote.training.recipe import RunSettings, load_recipe
 from mote.training.run_folder import (
     CHECKPOINT_FILE,
-    CURVES_FILE,
+    LOCK_FILE,
     RECIPE_FILE,
     STATE_FILE,
     RunFolder,
@@ -43,18 +43,14 @@ class Run(ABC):
 
     verb: ClassVar[str]
     recipe_class: ClassVar[type[RunSettings]]
-    score_name: ClassVar[str]
-    """What `scores` gives, in the summary."""
 
     source: Checkpoint
-    checkpoint: Path | None
-    """From which the run resumes."""
+    checkpoint: Path | None  # from which the run resumes
     model: Any
-    names: Any
-    """Config with the model's tasks and instructions."""
+    names: Any  # config with the model's tasks and instructions
     tokenizer: Any
     data: Any
-    arguments: TrainingArguments
+    arguments: Any
     trainer: Trainer
 
     def __init__(self, recipe: Any, overrides: Sequence[str] = (), *, overwrite: bool = False) -> None:
@@ -71,7 +67,7 @@ class Run(ABC):
     def run(self) -> Path:
         """Run to the end, and return the folder of the model; all processes call this together."""
         state = processes()
-        with self.folder.lock() if state.is_main_process else contextlib.nullcontext():
+        with lock(self.folder.path / LOCK_FILE) if state.is_main_process else contextlib.nullcontext():
             self.prepare()
             before = self.scores()
             state.wait_for_everyone()
@@ -101,7 +97,7 @@ class Run(ABC):
         }
         if self.checkpoint is not None:
             self.folder.require_same(**identity)
-            self.tracker.restore(read_json(self.checkpoint / CHECKPOINT_FILE))
+            self.tracker = Tracker(**read_json(self.checkpoint / CHECKPOINT_FILE))
         if self.recipe.training.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.trainer = self._build_trainer()
@@ -161,24 +157,13 @@ class Run(ABC):
         """Identify the model that the run starts from: by its commit on the Hub, or a hash of its files."""
         return {f"source {self.source.name}": self.source.revision or folder_hash(self.source.folder)}
 
-    def _write(
-        self,
-        details: dict[str, Any],
-        scores: Sequence[tuple[str, str, str]],
-        made: str,
-        card_rows: Sequence[Sequence[Any]] | None = None,
-        **others: Any,
-    ) -> None:
+    def _write(self, before: dict[str, float], after: dict[str, float], made: str, **others: Any) -> None:
         """Write the model's repository, replacing an earlier one, and remove the checkpoints.
 
-        Args:
-            details: Details of the run for `mote.json`, beside those of every run.
-            scores: Names and scores on held-out texts before and after.
-            made: How the model was made, for the cards: "trained from".
-            card_rows: Rows on the data for the card's section on training, if it has one.
-            **others: Attributes of `Repository`.
+        `before` and `after` are scores, `made` is for the cards ("trained from"), `others` are attributes of
+        `Repository`.
         """
-        tracker, device, state = self.tracker, processes().device, self.trainer.state
+        tracker, device = self.tracker, processes().device
         record = {
             "recipe": self.recipe.name,
             "steps": tracker.step,
@@ -188,26 +173,28 @@ class Run(ABC):
             "device": torch.cuda.get_device_name(device)
             if device.type == "cuda"
             else f"{torch.get_num_threads()} CPU threads",
-            "tasks": tracker.tasks,
             "training_sets": tracker.training_sets,
-            **details,
+            "validation": {"before": before, "after": after},
             "data": [report.__dict__ for report in self.data.reports],
         }
 
-        def add_files(folder: Path) -> dict[str, Any]:
+        def add_recipe(folder: Path) -> dict[str, Any]:
             (folder / RECIPE_FILE).write_text(as_yaml(self.recipe), encoding="utf-8")
-            draw_curves(state.log_history, folder / CURVES_FILE, f"{self.recipe.name}: {tracker.step} steps")
             return {}
 
         upcycled = self.recipe.model.kind != "dense" and not is_mote(self.source.config)
         origin = {"name": self.source.public_name, "revision": self.source.revision}
         steps = [new_step("upcycle", sources=[origin], made=UPCYCLED)] if upcycled else []
         steps.append(new_step(self.verb, command=command_line(self.verb, RECIPE_FILE), made=made, **record))
-        card = {"recipe": self.recipe, "run": record, "scores": scores, "data": card_rows}
-        training = None if card_rows is None else {**card, "recipe_file": RECIPE_FILE, "curves_file": CURVES_FILE}
-        repository = Repository(self.model, self.source, steps, after=add_files, training=training, **others)
+        scores = [
+            (name.removeprefix("validation_"), f"{before[name]:.4g}" if name in before else "", f"{value:.4g}")
+            for name, value in after.items()
+            if "/" not in name  # those of datasets are in the record
+        ]
+        card = {"recipe": self.recipe, "run": record, "scores": scores}
+        repository = Repository(self.model, self.source, steps, after=add_recipe, training=card, **others)
         repository.write(self.folder.model, WriteOptions(overwrite=True), self.folder.path.name)
         self.folder.remove_checkpoints()
         logger.info("%d steps in %.0f s", tracker.step, tracker.seconds)
         if scores:
-            logger.info("%s", table([self.score_name, "before", "after"], scores))
+            logger.info("%s", table(["held out", "before", "after"], scores))

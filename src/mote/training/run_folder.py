@@ -1,13 +1,13 @@
 """The folder of a run: its files, its lock, and whether a recipe can start or resume there."""
 
 import shutil
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from mote.files import lock, read_json, replaced, write_json
+from mote.files import read_json, replaced, write_json
 from mote.reporting import HOW_TO_RESUME
 from mote.settings import Settings
 from mote.training.recipe import RunSettings
@@ -15,7 +15,6 @@ from mote.training.recipe import RunSettings
 RUN_FILE = "mote-run.json"  # marks the folder of a run, and identifies the run
 RECIPE_FILE = "recipe.yaml"
 STATE_FILE = "trainer_state.json"  # of a finished run, with the trainer's log
-CURVES_FILE = "curves.png"
 CHECKPOINT_FILE = "checkpoint.json"  # written last: a checkpoint without it is incomplete
 LOCK_FILE = ".lock"
 START_FOLDER = ".mote-start"  # the upcycled source, until it is in memory
@@ -39,10 +38,6 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path, self.model, self.checkpoints = path, path / "model", path / "checkpoints"
         self.start = path / START_FOLDER
-
-    def lock(self) -> AbstractContextManager[None]:
-        """Keep other runs out of the folder; raises `BlockingIOError` if one is using it."""
-        return lock(self.path / LOCK_FILE)
 
     def last_checkpoint(self) -> Path | None:
         """Return the newest complete checkpoint."""

@@ -1,6 +1,5 @@
 """Training from a recipe: data, model, losses and Sentence-Transformers' trainer; interrupted runs are resumed."""
 
-import logging
 import shutil
 from collections.abc import Sequence
 from functools import partial
@@ -24,8 +23,8 @@ from mote.checkpoints.tensors import token_routing, weight_name
 from mote.remote.configuration_mote import MoTEConfig
 from mote.training.adapters import AdapterCheckpoints, merge_adapters, network_of, trained_weights
 from mote.training.batches import BlendedCollator, EvenBatchSampler, TaskBatchSampler
-from mote.training.data import TrainingData, TrainingSet, load_data
-from mote.training.losses import INFO_NCE, LoadBalancedLoss, build_loss, check_loss
+from mote.training.data import BLENDED, TrainingData, TrainingSet, load_data
+from mote.training.losses import LoadBalancedLoss, build_loss, check_loss
 from mote.training.model import SHARED, build_model, encodings, names_of
 from mote.training.processes import build_arguments, processes, replicated, with_fsdp
 from mote.training.progress import LOSS_FILE, RunCallback, SparsitySchedule, TrackedLoss
@@ -33,8 +32,6 @@ from mote.training.recipe import Recipe
 from mote.training.run import Run
 from mote.training.teachers import TeacherEmbeddings, teachers_of
 from mote.training.validation import Validation
-
-logger = logging.getLogger(__name__)
 
 
 def train(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, overwrite: bool = False) -> Path:
@@ -62,23 +59,16 @@ def train(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, overwri
     return TrainingRun(recipe, overrides, overwrite=overwrite).run()
 
 
-def plan(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, overwrite: bool = False) -> str:
-    """Describe the run of a recipe: settings, data and steps. Raises the errors of `train`; writes nothing."""
-    return TrainingRun(recipe, overrides, overwrite=overwrite).plan()
-
-
 class TrainingRun(Run):
     """The run of `mote train`."""
 
     verb = "train"
     recipe_class = Recipe
-    score_name = "validation, x 100"
 
     recipe: Recipe
     names: MoTEConfig
     data: TrainingData
-    teachers: dict[str, TeacherEmbeddings] | None = None
-    """Teachers of the recipe, if they are to embed the texts."""
+    teachers: dict[str, TeacherEmbeddings] | None = None  # if they are to embed the texts
     validation: Validation | None = None
 
     def _check(self) -> None:
@@ -125,10 +115,8 @@ class TrainingRun(Run):
             for name, weights in torch.load(self.checkpoint / LOSS_FILE, weights_only=True).items():
                 losses[name].load_state_dict(weights, strict=False)
         if self.data.validation:
-            mixed = recipe.training.peft is not None and recipe.training.peft.base_dtype == "bfloat16"
-            batch_size = self.arguments.per_device_eval_batch_size
             how = encodings(self.names, recipe.model.kind)
-            self.validation = Validation(self.data.validation, how, batch_size, mixed=mixed)
+            self.validation = Validation(self.data.validation, how, self.arguments.per_device_eval_batch_size)
         if with_fsdp():
             model.base_model_prefix = "0"  # accelerate cannot wrap `Normalize`
         return _trainer_class(recipe)(
@@ -136,7 +124,7 @@ class TrainingRun(Run):
             args=self.arguments,
             train_dataset={name: training_set.rows for name, training_set in sets.items()},
             loss=dict[str, nn.Module](losses),
-            data_collator=_collator(recipe, model, self.names, self.arguments, sets),
+            data_collator=self._collator(),
             evaluator=self.validation if recipe.training.eval_steps is not None else None,
             callbacks=[SparsitySchedule(recipe.retrieval, losses), RunCallback(self.tracker, losses)],
         )
@@ -156,8 +144,36 @@ class TrainingRun(Run):
             )
         if token_routing(self.names) is not None:
             loss = LoadBalancedLoss(loss)
-        column_tasks = [part.column_tasks for part in training_set.parts] or [training_set.column_tasks]
-        return TrackedLoss(self.model, loss, self.tracker, training_set.name, training_set.task, column_tasks)
+        return TrackedLoss(self.model, loss, self.tracker, training_set.name, training_set.task)
+
+    def _collator(self) -> BlendedCollator | None:
+        """Build the collator of blended batches; without any, the trainer uses its own."""
+        model, settings, blended = self.model, self.recipe.model, self.data.sets.get(BLENDED)
+        if blended is None:
+            return None
+        knows_instructions = hasattr(model[0], "instruction_pooling")
+        if not knows_instructions and any(getattr(module, "include_prompt", True) is False for module in model):
+            raise ValueError(
+                "Blended batches: `include_prompt=False` of Sentence-Transformers' Pooling supports only one "
+                "instruction per batch. Leave instructions out of the pooling with `mote set`, which supports one per "
+                "row"
+            )
+        columns = max((part.column_tasks for part in blended.parts), key=len)
+        parts = []
+        for part in blended.parts:
+            instructions = part.instructions(self.names) if settings.instructions else {}
+            tasks = part.column_tasks if settings.kind == "mote" else {}
+            own = {column: (instructions.get(column), tasks.get(column)) for column in part.column_tasks}
+            # The placeholder of a negative belongs to the positives' task.
+            parts.append({column: own.get(column, own["positive"]) for column in columns})
+        return BlendedCollator(
+            model.preprocess,
+            router_mapping=self.arguments.router_mapping,
+            prompts=self.arguments.prompts,
+            parts={BLENDED: parts},
+            tasks=list(self.names.tasks),
+            tokenizer=model.tokenizer,
+        )
 
     def _built(self, recipe: Recipe) -> tuple[Any, MoTEConfig]:
         """Build the model of a recipe, and remove the start model when all processes have read it."""
@@ -181,29 +197,18 @@ class TrainingRun(Run):
         self._interpolate()
         if not processes().is_main_process:
             return
-        logger.info("Scoring, and writing the model …")
-        sizes = [(weight.numel(), weight.requires_grad) for weight in self.model.parameters()]
-        trained = sum(size for size, is_trained in sizes if is_trained)
-        details: dict[str, Any] = {"parameters": {"trained": trained, "all": sum(size for size, _ in sizes)}}
         peft = self.recipe.training.peft
         if peft is not None and peft.merge:
             merge_adapters(network_of(self.model))
-        after = self.scores()
-        details["validation"] = {"before": before, "after": after}
-        scores = [  # those of datasets are in the record
-            (name.removeprefix("validation_"), f"{before[name]:.2f}" if name in before else "", f"{value:.2f}")
-            for name, value in after.items()
-            if "/" not in name
-        ]
-        self._write(details, scores, "trained from", self._card_rows())
+        self._write(before, self.scores(), "trained from")
 
     def _gather(self) -> None:
         """Load the trained weights into a new model if the current one cannot be written; all processes call this.
 
         This is needed if FSDP shards the weights, or if adapters to be merged were trained on rounded weights.
         """
-        training = self.recipe.training
-        rounded = training.peft is not None and training.peft.merge and training.peft.base_dtype != "float32"
+        recipe, peft = self.recipe, self.recipe.training.peft
+        rounded = peft is not None and peft.merge and peft.base_dtype != "float32"
         if not with_fsdp() and not rounded:
             return
         if with_fsdp():
@@ -211,15 +216,12 @@ class TrainingRun(Run):
         else:
             weights = trained_weights(self.model)
             self.model.cpu()  # the accelerator need not hold both
-        recipe = self.recipe
-        if training.peft is not None and rounded:
-            peft = training.peft.model_copy(update={"base_dtype": "float32"})
-            recipe = recipe.model_copy(update={"training": training.model_copy(update={"peft": peft})})
-        model, _ = self._built(recipe)
+        if peft is not None and rounded:
+            recipe = recipe.updated(training=recipe.training.updated(peft=peft.updated(base_dtype="float32")))
+        self.model, _ = self._built(recipe)
         if processes().is_main_process:
-            kept = {name: weights[name] for name in trained_weights(model)} if rounded else weights
-            model.load_state_dict(kept, strict=not rounded)
-        self.model = model
+            own = trained_weights(self.model)
+            self.model.load_state_dict({name: weights[name] for name in own}, strict=False)
 
     def _interpolate(self) -> None:
         """Move the trained weights towards the start by `start_weight`; all processes call this."""
@@ -236,63 +238,9 @@ class TrainingRun(Run):
                 own = weight.get(experts.get(id(trained)) or SHARED, 0.0) if isinstance(weight, dict) else weight
                 trained.lerp_(initial.to(trained), own)
 
-    def _card_rows(self) -> list[tuple[Any, ...]]:
-        """Return task, batches, loss, temperature, and datasets with their rows."""
-        datasets: dict[tuple[Any, ...], list[str]] = {}
-        for report in self.data.reports:
-            own = self.recipe.tasks[report.task]
-            row = (report.task, own.batches, own.loss, own.temperature if own.loss == INFO_NCE else "")
-            datasets.setdefault(row, []).append(f"{report.name} ({report.used:,})")
-        return [(*row, ", ".join(names)) for row, names in datasets.items()]
-
-
-class _Sharded:
-    """A trainer under FSDP: Sentence-Transformers (6.2) loads checkpoints as whole models only."""
-
-    def _load_from_checkpoint(self, *args: Any) -> None:
-        Trainer._load_from_checkpoint(self, *args)  # type: ignore[arg-type]  # the other base class is one
-
 
 def _trainer_class(recipe: Recipe) -> Any:
     base: type = SentenceTransformerTrainer if recipe.retrieval.kind == "dense" else SparseEncoderTrainer
-    if with_fsdp():
-        return type("ShardedTrainer", (_Sharded, base), {})
+    if with_fsdp():  # Sentence-Transformers (6.2) loads checkpoints as whole models only
+        return type("ShardedTrainer", (base,), {"_load_from_checkpoint": Trainer._load_from_checkpoint})
     return base if recipe.training.peft is None else type("AdapterTrainer", (AdapterCheckpoints, base), {})
-
-
-def _collator(
-    recipe: Recipe, model: Any, names: MoTEConfig, arguments: Any, sets: dict[str, TrainingSet]
-) -> BlendedCollator | None:
-    """Build the collator of blended batches; without any, the trainer uses its own."""
-    with_instructions, routed = recipe.model.instructions, recipe.model.kind == "mote"
-    parts = {
-        name: [
-            {
-                column: (instruction if with_instructions else None, part.column_tasks[column] if routed else None)
-                for column, instruction in part.instructions(names).items()
-            }
-            for part in training_set.parts
-        ]
-        for name, training_set in sets.items()
-        if training_set.parts
-    }
-    if not parts:
-        return None
-    knows_instructions = hasattr(model[0], "instruction_pooling")
-    if not knows_instructions and any(getattr(module, "include_prompt", True) is False for module in model):
-        raise ValueError(
-            "Blended batches: `include_prompt=False` of Sentence-Transformers' Pooling supports only one instruction "
-            "per batch. Leave instructions out of the pooling with `mote set`, which supports one per row"
-        )
-    for columns in parts.values():  # the placeholder of a negative belongs to the positives' task
-        widest = max(columns, key=len)
-        for part in columns:
-            part |= {column: part["positive"] for column in widest if column not in part}
-    return BlendedCollator(
-        model.preprocess,
-        router_mapping=arguments.router_mapping,
-        prompts=arguments.prompts,
-        parts=parts,
-        tasks=list(names.tasks),
-        tokenizer=model.tokenizer,
-    )

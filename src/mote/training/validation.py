@@ -30,16 +30,13 @@ class Validation(BaseEvaluator):
         sets: Datasets with held-out rows.
         encodings: Task of the model → arguments of `encode` for its texts (`prompt`, `task`).
         batch_size: Batch size of `encode`.
-        mixed: Whether the model runs in mixed precision (bfloat16); needed if only some of its weights are bfloat16.
     """
 
     primary_metric = "validation_mean"
 
-    def __init__(
-        self, sets: list[DatasetRows], encodings: dict[str, dict[str, Any]], batch_size: int = 64, mixed: bool = False
-    ) -> None:
+    def __init__(self, sets: list[DatasetRows], encodings: dict[str, dict[str, Any]], batch_size: int = 64) -> None:
         super().__init__()
-        self.sets, self.encodings, self.batch_size, self.mixed = sets, encodings, batch_size, mixed
+        self.sets, self.encodings, self.batch_size = sets, encodings, batch_size
 
     def __call__(self, model: Encoder, *_: Any, **__: Any) -> dict[str, float]:  # type: ignore[override]
         """Return `validation_mean`, and `validation_TASK` and `validation_TASK/DATASET` for each task and dataset."""
@@ -54,9 +51,7 @@ class Validation(BaseEvaluator):
         for task, score in scores.items():
             metrics[f"validation_{task}"] = score
             for name, value in by_task[task].items():
-                # `retrieval/arxiv` begins with its task.
-                path = name if name.startswith(f"{task}/") else f"{task}/{name}"
-                metrics[f"validation_{path}"] = value
+                metrics[f"validation_{task}/{name.removeprefix(f'{task}/')}"] = value  # `retrieval/arxiv`, for example
         return metrics
 
     def _score_pairs(self, model: Encoder, dataset: DatasetRows) -> float:
@@ -91,7 +86,8 @@ class Validation(BaseEvaluator):
         arguments = {**self.encodings[task], "batch_size": self.batch_size, "show_progress_bar": False}
         if dataset.instruction is not None and task == dataset.tasks[0]:
             arguments["prompt"] = dataset.instruction
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=self.mixed):
+        mixed = len({weight.dtype for weight in model.parameters()}) > 1  # of frozen weights in bfloat16
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=mixed):
             if isinstance(model, SparseEncoder):
                 return model.encode(texts, convert_to_sparse_tensor=False, **arguments).float().cpu().numpy()
             return np.asarray(model.encode(texts, **arguments))
