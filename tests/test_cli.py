@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from helpers.commands import option_types
+from helpers.pages import option_types
 from helpers.paths import SMALL_ENCODER
 
 from mote.cli import VERBS, main

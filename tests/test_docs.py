@@ -7,7 +7,7 @@ from pkgutil import resolve_name
 
 import pytest
 from helpers import pages
-from helpers.commands import option_types
+from helpers.pages import option_types
 from helpers.paths import ROOT
 
 from mote.cli import VERBS

@@ -24,28 +24,22 @@ def e5(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return e5_checkpoint(tmp_path_factory.mktemp("e5") / "e5")
 
 
-def test_settings_of_the_source_carry_over(e5: Path, tmp_path: Path) -> None:
+def test_settings_and_prompts_of_the_source_carry_over(e5: Path, tmp_path: Path) -> None:
     out = upcycle(str(e5), tmp_path / "out")
     modules = ["MoTETransformer", "Pooling", "Normalize"]
     assert [module["type"].rsplit(".", 1)[-1] for module in read_json(out / "modules.json")] == modules
-    assert MoTEModel.from_pretrained(out).config.pooling == "cls"
     source, mote = SentenceTransformer(str(e5)), trusted(out)
-    assert mote.max_seq_length == 11
+    assert (mote.max_seq_length, mote[0].model.config.pooling) == (11, "cls")
     texts = [*TEXTS, LONG]
     for task in ("classification", "search_query"):
         assert np.array_equal(mote.encode(texts, task=task), source.encode(texts))
         assert np.allclose(np.linalg.norm(mote.encode(texts, task=task), axis=1), 1)
-
-
-def test_prompts_of_the_source_become_instructions(e5: Path, tmp_path: Path) -> None:
-    out = upcycle(str(e5), tmp_path / "out")
-    config = MoTEModel.from_pretrained(out).config
+    config = mote[0].model.config
     instructions = {task: config.instruction_of(task) for task in config.tasks}
     assert instructions["query"] == instructions["search_query"] == "query: "
     assert instructions["document"] == instructions["search_document"] == ""  # so the source's own encode_document
     prompts = read_json(out / "config_sentence_transformers.json")["prompts"]
     assert (prompts["query"], prompts["Retrieval-query"], prompts["passage"]) == ("query: ", "query: ", "passage: ")
-    source, mote = SentenceTransformer(str(e5)), trusted(out)
     expected = source.encode(TEXTS, prompt_name="query")
     assert np.array_equal(mote.encode(TEXTS, prompt_name="query"), expected)
     assert np.array_equal(mote.encode_query(TEXTS), expected)

@@ -84,24 +84,16 @@ def test_upcycling_and_set(decoder: Path, tmp_path: Path, caplog: pytest.LogCapt
     assert plain.preprocess([LONG], task="clustering")["input_ids"][0, -1] != plain.tokenizer.eos_token_id
 
 
-@pytest.fixture(scope="module")
-def without_padding(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A decoder whose tokenizer has an end token, but no padding token."""
-    folder = llama_tokenizer(tmp_path_factory.mktemp("decoder") / "tiny")
-    assert AutoTokenizer.from_pretrained(folder).pad_token is None
-    return dense_checkpoint(folder, "mistral", tokenizer=False)
-
-
-def test_texts_of_different_lengths_are_embedded_together(without_padding: Path, tmp_path: Path) -> None:
-    model = trusted(mote.upcycle(str(without_padding), tmp_path / "mote"))
+def test_the_end_token_pads_where_there_is_no_other(tmp_path: Path) -> None:
+    source = llama_tokenizer(tmp_path / "decoder")
+    assert AutoTokenizer.from_pretrained(source).pad_token is None
+    dense_checkpoint(source, "mistral", tokenizer=False)
+    model = trusted(mote.upcycle(str(source), tmp_path / "mote"))
     assert model.tokenizer.pad_token == "</s>"
     together = model.encode(TEXTS, task="clustering", convert_to_tensor=True)
     alone = [model.encode(text, task="clustering", convert_to_tensor=True) for text in TEXTS]
     torch.testing.assert_close(together, torch.stack(alone), atol=1e-6, rtol=0)
-
-
-def test_a_dense_model_to_train_has_one(without_padding: Path, tmp_path: Path) -> None:
-    recipe = load_recipe("em", [f"model.source={without_padding}", f"output={tmp_path}"])
-    model, _ = build_model(recipe, open_dense(str(without_padding)), tmp_path)
-    assert model.tokenizer.pad_token == "</s>"
-    assert model.encode(TEXTS).shape == (2, 16)
+    recipe = load_recipe("em", [f"model.source={source}", f"output={tmp_path}"])
+    dense, _ = build_model(recipe, open_dense(str(source)), tmp_path)
+    assert dense.tokenizer.pad_token == "</s>"
+    assert dense.encode(TEXTS).shape == (2, 16)

@@ -1,6 +1,5 @@
 """Verbs on disk: open, load, call, write, record."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 from helpers.checkpoints import contents, dense_checkpoint, e5_checkpoint, files_in, read_json
 from sentence_transformers import SentenceTransformer
 
-from mote import UpcyclingOptions, WriteOptions, experts, transform, upcycle
+from mote import UpcyclingOptions, experts, transform, upcycle
 from mote.checkpoints.provenance import read_steps
 from mote.checkpoints.transform import Verb
 from mote.remote.modeling_mote import MoTEModel
@@ -55,21 +54,6 @@ def test_a_model_is_changed_and_recorded(mote: Path, tmp_path: Path) -> None:
     assert "Not trained yet" not in card
     assert "Not trained yet" in (transform(mote, tmp_path / "same", scale, 1.0) / "README.md").read_text()
     assert read_json(out / "config_sentence_transformers.json") == read_json(mote / "config_sentence_transformers.json")
-
-
-def test_in_place(mote: Path, tmp_path: Path) -> None:
-    place = shutil.copytree(mote, tmp_path / "mote")
-    (place / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="Name the folder to write with `--out`, or use `--overwrite` to change"):
-        transform(place, None, scale, 2.0)
-    for _ in range(2):
-        assert transform(place, None, scale, 2.0, options=WriteOptions(overwrite=True)) == place
-    assert files_in(place) == files_in(mote) | {"notes.txt"}
-    steps = read_steps(place)
-    assert [step["step"] for step in steps] == ["upcycle", "scale", "scale"]
-    assert steps[-1]["command"] == "mote scale mote --factor 2 --overwrite"
-    before, after = MoTEModel.from_pretrained(mote).state_dict(), MoTEModel.from_pretrained(place).state_dict()
-    assert all(after[name].equal(weight * 4 if ".experts." in name else weight) for name, weight in before.items())
 
 
 def test_a_hook_adds_to_the_folder_and_the_record(mote: Path, tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def published_nomic(folder: Path, prefix: bool, tokenizer: bool = True, **change
     """
     folder.mkdir(parents=True, exist_ok=True)
     settings = {**NOMIC_SETTINGS, **changes}
-    weights = _nomic_weights(settings["n_embd"], settings["n_layer"])
+    weights = _nomic_weights(NOMIC_SETTINGS)
     if prefix:
         head = {"cls.predictions.decoder.weight": weights["embeddings.word_embeddings.weight"]}
         head["cls.predictions.transform.dense.weight"] = torch.randn(16, 16)
@@ -233,30 +233,11 @@ NOMIC_MOE_SETTINGS: dict[str, Any] = {
 def published_nomic_moe(folder: Path, files: bool = True, **changes: Any) -> Path:
     """A checkpoint in the format of Nomic Embed v2, made without transformers; `changes` do not affect its weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    settings, hidden, inner = NOMIC_MOE_SETTINGS, 16, 24
-    shapes: dict[str, tuple[int, ...]] = {
-        "embeddings.word_embeddings.weight": (NOMIC_EMBEDDINGS, hidden),
-        "embeddings.token_type_embeddings.weight": (1, hidden),
-        **{f"emb_ln.{kind}": (hidden,) for kind in ("weight", "bias")},
-    }
-    for layer in range(settings["n_layer"]):
-        of_layer: dict[str, tuple[int, ...]] = {
-            **{f"norm{i}.{kind}": (hidden,) for i in (1, 2) for kind in ("weight", "bias")},
-            **{"attn.Wqkv.weight": (3 * hidden, hidden), "attn.Wqkv.bias": (3 * hidden,)},
-            **{"attn.out_proj.weight": (hidden, hidden), "attn.out_proj.bias": (hidden,)},
-        }
-        if layer % 2:
-            of_layer |= {f"mlp.experts.mlp.{name}": (8 * inner, hidden) for name in ("w1", "w2")}
-            of_layer |= {"mlp.experts.bias": (hidden,), "mlp.router.layer.weight": (8, hidden)}
-        else:
-            of_layer |= {"mlp.fc1.weight": (inner, hidden), "mlp.fc1.bias": (inner,)}
-            of_layer |= {"mlp.fc2.weight": (hidden, inner), "mlp.fc2.bias": (hidden,)}
-        shapes |= {f"encoder.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
-    save_file(_random_weights(shapes), folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps({**settings, **changes}))
+    save_file(_nomic_weights(NOMIC_MOE_SETTINGS), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**NOMIC_MOE_SETTINGS, **changes}))
     if files:
         tiny_tokenizer(folder)
-        _write_modules(folder, 512, word_embedding_dimension=hidden)
+        _write_modules(folder, 512, word_embedding_dimension=16)
         prompts = {"query": "search_query: ", "passage": "search_document: ", "Clustering": "clustering: "}
         settings = {"prompts": prompts, "default_prompt_name": None}
         (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
@@ -344,20 +325,29 @@ def _write_modules(folder: Path, max_seq_length: int, **pooling: Any) -> None:
     edit_json(folder / "sentence_bert_config.json", max_seq_length=max_seq_length, do_lower_case=False)
 
 
-def _nomic_weights(hidden: int, layers: int) -> dict[str, torch.Tensor]:
+def _nomic_weights(settings: dict[str, Any]) -> dict[str, torch.Tensor]:
+    hidden, inner, moe = settings["n_embd"], settings["n_inner"], "num_experts" in settings
     shapes: dict[str, tuple[int, ...]] = {
         "embeddings.word_embeddings.weight": (NOMIC_EMBEDDINGS, hidden),
-        "embeddings.token_type_embeddings.weight": (2, hidden),
-        "emb_ln.weight": (hidden,),
-        "emb_ln.bias": (hidden,),
+        "embeddings.token_type_embeddings.weight": (settings["type_vocab_size"], hidden),
+        **{f"emb_ln.{kind}": (hidden,) for kind in ("weight", "bias")},
     }
-    for layer in range(layers):
+    for layer in range(settings["n_layer"]):
         of_layer: dict[str, tuple[int, ...]] = {
             **{f"norm{i}.{kind}": (hidden,) for i in (1, 2) for kind in ("weight", "bias")},
             **{"attn.Wqkv.weight": (3 * hidden, hidden), "attn.out_proj.weight": (hidden, hidden)},
-            **{f"mlp.{name}.weight": (NOMIC_WIDTH, hidden) for name in ("fc11", "fc12")},
-            "mlp.fc2.weight": (hidden, NOMIC_WIDTH),
         }
+        if moe:
+            of_layer |= {"attn.Wqkv.bias": (3 * hidden,), "attn.out_proj.bias": (hidden,)}
+        if not moe:
+            of_layer |= {f"mlp.{name}.weight": (NOMIC_WIDTH, hidden) for name in ("fc11", "fc12")}
+            of_layer |= {"mlp.fc2.weight": (hidden, NOMIC_WIDTH)}
+        elif layer % 2:
+            of_layer |= {f"mlp.experts.mlp.{name}": (8 * inner, hidden) for name in ("w1", "w2")}
+            of_layer |= {"mlp.experts.bias": (hidden,), "mlp.router.layer.weight": (8, hidden)}
+        else:
+            of_layer |= {"mlp.fc1.weight": (inner, hidden), "mlp.fc1.bias": (inner,)}
+            of_layer |= {"mlp.fc2.weight": (hidden, inner), "mlp.fc2.bias": (hidden,)}
         shapes |= {f"encoder.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
     return _random_weights(shapes)
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from helpers.checkpoints import read_json
 
-Kinds = dict[str, str]
-
 _SIZES = "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size max_position_embeddings"
 _BERT = {
     "int": f"{_SIZES} type_vocab_size pad_token_id",
@@ -21,7 +19,7 @@ _DECODER = {"int": f"{_SIZES} num_key_value_heads", "float": "rms_norm_eps rope_
 _LLAMA = {**_DECODER, "float": "rms_norm_eps rope_theta initializer_range"}
 
 # Model type → kind of value → keys.
-ARCHITECTURES: dict[str, Kinds] = {
+ARCHITECTURES: dict[str, dict[str, str]] = {
     **dict.fromkeys(["bert", "camembert", "roberta", "xlm-roberta"], _BERT),
     "distilbert": {
         "int": "vocab_size dim n_layers n_heads hidden_dim max_position_embeddings pad_token_id",

@@ -15,6 +15,7 @@ from transformers import AutoModel
 
 import mote
 from mote import upcycle
+from mote.inference.stores import CpuStore, DiskStore
 from mote.remote.modeling_mote import MoTEModel
 from mote.remote.token_routing_mote import TokenRoutedConfig, TokenRoutedModel
 
@@ -133,6 +134,19 @@ def test_to_another_type(tmp_path: Path) -> None:
         assert_same(outputs(MoTEModel.from_pretrained(tmp_path / to), FOUR), expected)
         mote.restore(model)
         assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_weights_are_copied_out_of_stores(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = trained_mote("bert")
+    model.save_pretrained(tmp_path, max_shard_size="5KB")
+    weights, key = model.state_dict(), "backbone.encoder.layer.0.experts.alpha.output.dense.weight"
+    for store in (CpuStore(weights), DiskStore(tmp_path.glob("*.safetensors"))):
+        store.check(weights)
+        found = {name: torch.empty_like(weight).to(dtype) for name, weight in weights.items()}
+        found[key] = torch.empty(weights[key].shape[::-1], dtype=dtype).T  # not contiguous
+        store.copy_into(found)
+        assert all(torch.equal(found[name], weight.to(dtype)) for name, weight in weights.items())
 
 
 def test_chosen_experts_alone(tmp_path: Path) -> None:

@@ -30,20 +30,13 @@ def need(backend: str) -> None:
         pytest.importorskip(package)
 
 
-def run(source: Path, out: Path, *options: str) -> int:
-    return main(["export", str(source), "--out", str(out), "--expert", "clustering", *options])
-
-
 @backends
 def test_a_backend_that_is_not_installed(
-    backend: str,
-    trained_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    backend: str, trained_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(runtimes, "find_spec", lambda name: None)
-    assert run(trained_folder, tmp_path / "out", "--backend", backend) == 1
+    words = ["export", str(trained_folder), "--out", str(tmp_path / "out"), "--expert", "clustering"]
+    assert main([*words, "--backend", backend]) == 1
     assert f'pip install "mote-embeddings[{backend}]"' in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
 
@@ -155,8 +148,6 @@ def test_a_conversion_that_fails_or_goes_wrong(
     assert {path.name for path in tmp_path.iterdir()} == {"other"}
 
 
-def test_what_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="is neither a folder nor available on the Hub"):
-        load_exported(tmp_path / "nowhere", "onnx")
+def test_an_unknown_backend(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Unknown backend 'tensorrt'"):
         load_exported(tmp_path, "tensorrt")
