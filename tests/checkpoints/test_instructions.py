@@ -121,7 +121,7 @@ def test_definitions(dense: Path, tmp_path: Path) -> None:
     assert texts == {**dict.fromkeys(plan.config.tasks, ""), "search_query": find, "query": find}
     for options, message in [
         ({"definitions": {"sts": "a"}, "instructions": {"sts": "b"}}, "'sts' has an instruction and a definition"),
-        ({"template": "Do {definition}"}, "template cannot be chosen, it is for definitions: add"),
+        ({"template": "Do {definition}"}, "The template is for definitions, but there are none"),
         ({"definitions": {"sts": "a"}, "template": "{text} {definition}"}, "must hold {definition} once"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -169,6 +169,7 @@ def test_a_byte_order_mark_blank_lines_and_windows_lines(tmp_path: Path) -> None
         ("train.jsonl", b'["a", "b"]', "expected a JSON object, got list"),
         ("train.jsonl", b'{"query": "\xff"}', "invalid JSON ('utf-8' codec can't decode"),
         ("texts.txt", "zwölf".encode("latin-1"), "not a text in UTF-8 ("),
+        ("texts.txt", "two".encode("utf-16-le"), "not a text in UTF-8 (it has null characters"),
     ],
 )
 def test_an_invalid_row_is_a_row_with_its_line(tmp_path: Path, file: str, line: bytes, fault: str) -> None:

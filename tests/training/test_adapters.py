@@ -157,7 +157,7 @@ def test_only_one_expert(tiny_mote: Path, data: Path, tmp_path: Path) -> None:
 def test_modules_in_full_and_half_precision(tiny: Path, data: Path, tmp_path: Path) -> None:
     more = (
         "validation.share=0.1",
-        "training.peft.arguments={modules_to_save: [word_embeddings]}",
+        "training.peft.arguments={modules_to_save: word_embeddings}",
         "training.peft.base_dtype=bfloat16",
         "training.bf16=true",
     )

@@ -126,6 +126,7 @@ def test_a_file_of_a_shipped_recipes_name(tmp_path: Path, monkeypatch: pytest.Mo
         ("model.kind=sparse", r"model.kind: Input should be 'mote', 'token_routed' or 'dense'"),
         ("training.batch_size", r"expected key=value"),
         ("model.source={", r"The override 'model.source={' is invalid: "),
+        ("tasks=retrieval", r"tasks: Input should be a valid dictionary"),
         ("tasks.retreival=null", r"'tasks.retreival=null' is invalid: .*Did you mean 'retrieval'"),
         ("training={seed: 7, seed: 8}", r"(?s)The override 'training=.*' is invalid: .*found duplicate key seed"),
     ],

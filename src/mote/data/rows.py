@@ -93,6 +93,8 @@ def _parse(where: str, line: bytes, plain: bool) -> Row | None:
         text = line.removeprefix(codecs.BOM_UTF8).decode().strip()
         if not text:
             return None
+        if "\0" in text:
+            raise ValueError("it has null characters, as texts in UTF-16 have")
         content = {"text": text} if plain else json.loads(text)
     except ValueError as error:
         return Row(where, {}, f"not a text in UTF-8 ({error})" if plain else f"invalid JSON ({error})")

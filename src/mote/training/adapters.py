@@ -30,7 +30,8 @@ def adapt(network: Any, settings: PeftSettings, only_experts: list[str] | None =
     """
     from peft import LoraConfig
 
-    targets, saved = settings.targets, [*settings.arguments.get("modules_to_save", ())]
+    targets, named = settings.targets, settings.arguments.get("modules_to_save") or []
+    saved = [named] if isinstance(named, str) else [*named]  # PEFT takes a string for a list of letters
     outside = [OUTSIDE[targets]] if targets in ("shared", "experts") else []
     if only_experts is not None:
         names = "|".join(map(re.escape, only_experts))

@@ -349,6 +349,7 @@ def _valid_yaml(what: str) -> Iterator[None]:
 
 def _require_tasks_to_remove(settings: DictConfig, changes: DictConfig) -> None:
     """Raise `ValueError` if `null` is to remove a task that the settings do not name: probably it is misspelt."""
-    for name, task in (changes.get("tasks") or {}).items():
+    tasks = changes.get("tasks")
+    for name, task in tasks.items() if isinstance(tasks, DictConfig) else ():
         if task is None:
             require_known(name, settings.get("tasks") or {}, "task to remove:")

@@ -30,7 +30,7 @@ _FIXED = {
 
 def refuse_unused(options: UpcyclingOptions, source: Checkpoint, pooling: str, retrieval: Retrieval) -> None:
     """Raise `ValueError` if the options choose what the source's files determine, or what has no effect."""
-    unused = {} if options.definitions else {"template": "it is for definitions: add `--definition TASK=TEXT`"}
+    unused: dict[str, str] = {}
     if options.routing != "token":
         of_routing = "it is for token routing: add `--routing token` (in a recipe, model.kind=token_routed)"
         unused |= dict.fromkeys(TOKEN_ROUTING, of_routing)

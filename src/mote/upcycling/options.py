@@ -80,10 +80,12 @@ class MoTESettings(Settings):
         return True if instructions == {} else instructions
 
     def conflicts(self) -> Iterator[str]:
-        """Name tasks with an instruction, perhaps none, and a definition."""
+        """Name tasks with an instruction, perhaps none, and a definition; and a template without definitions."""
         for task in self.definitions:
             if task in self.instruction_texts or not self.instructions:
                 yield f"The task {task!r} has an instruction and a definition: give one of the two"
+        if self.template is not None and not self.definitions:
+            yield "The template is for definitions, but there are none"
 
     @property
     def instruction_texts(self) -> dict[str, str]:
