@@ -24,17 +24,11 @@ def test_steps_are_written_and_read(tmp_path: Path) -> None:
     assert read_steps(tmp_path / "1_Pooling") == []
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{}", "has format None; this version of mote reads 1: update mote"),
-        ('{"format": 2, "steps": "in another way"}', "has format 2; this version of mote reads 1: update mote"),
-    ],
-)
-def test_damaged_records(content: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "mote.json").write_text(content)
-    with pytest.raises(ValueError, match=f"mote.json {message}"):
-        read_steps(tmp_path)
+def test_records_of_other_versions(tmp_path: Path) -> None:
+    for content, found in (("{}", None), ('{"format": 2, "steps": "in another way"}', 2)):
+        (tmp_path / "mote.json").write_text(content)
+        with pytest.raises(ValueError, match=f"mote.json has format {found}; this version of mote reads 1: update"):
+            read_steps(tmp_path)
 
 
 def test_command_lines() -> None:
