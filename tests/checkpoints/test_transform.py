@@ -1,5 +1,7 @@
 """Verbs on disk: open, load, call, write, record."""
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import torch
 from helpers.checkpoints import contents, dense_checkpoint, e5_checkpoint, files_in, read_json
 from sentence_transformers import SentenceTransformer
 
-from mote import UpcyclingOptions, experts, transform, upcycle
+from mote import UpcyclingOptions, WriteOptions, experts, transform, upcycle
 from mote.checkpoints.provenance import read_steps
 from mote.checkpoints.transform import Verb
 from mote.remote.modeling_mote import MoTEModel
@@ -80,7 +82,8 @@ def fail(model: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*quantize_per_tensor")  # torch, about its own call
 def test_nothing_is_left_of_a_failure(mote: Path, tmp_path: Path) -> None:
-    dense = dense_checkpoint(tmp_path / "dense")
+    dense, broken = dense_checkpoint(tmp_path / "dense"), shutil.copytree(mote, tmp_path / "broken")
+    os.truncate(broken / "model.safetensors", 1000)
     before = contents(tmp_path)
     out = tmp_path / "out"
 
@@ -91,8 +94,13 @@ def test_nothing_is_left_of_a_failure(mote: Path, tmp_path: Path) -> None:
         transform(mote, out, fail)
     with pytest.raises(OSError, match=r"out could not be written, nothing was left behind: .*No space"):
         transform(mote, out, scale, 2.0, after=break_hook)
-    with pytest.raises(ValueError, match="is not a MoTE but a 'bert'"):
-        transform(dense, out, scale, 2.0)
+    for source, place, message in (
+        (dense, out, "is not a MoTE but a 'bert'"),
+        (broken, out, "broken/model.safetensors cannot be read"),
+        (mote, None, "Name the folder to write with `--out`$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            transform(source, place, experts.average, options=WriteOptions(overwrite=True))
     with pytest.raises(ValueError, match="Unknown expert 'c'"):
         transform(mote, out, take_out, "c")
     with pytest.raises(TypeError, match="missing a required argument: 'factor'"):

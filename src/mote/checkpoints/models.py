@@ -39,6 +39,7 @@ HEADS = (
 
 def load_mote(checkpoint: Checkpoint, experts: list[str] | None = None, *, with_head: bool = False) -> MoTEModel:
     """Load a MoTE in its stored dtype: all or some of its experts, with or without the head that it may have."""
+    read_on_meta(checkpoint.weights)  # its errors name the file
     with quiet_transformers():
         kind: Any = "masked_lm" if with_head and has_head(checkpoint.config) else "model"
         model = mote_class(checkpoint.config.model_type, kind).from_pretrained(

@@ -77,7 +77,9 @@ def transform(
     spec = getattr(function, "verb", None) or Verb(name, f"made by `{name}` of")
     arguments = _arguments(function, args, kwargs)
     source = open_mote(str(src), revision)
-    target = _target(source, out, options)
+    returned = inspect.signature(function).return_annotation
+    returns_model = inspect.isclass(returned) and issubclass(returned, PreTrainedModel)
+    target = _target(source, out, options, source.is_local and not returns_model)
     in_place = target.resolve() == source.folder.resolve()
     repo_id = require_writable(target, options, None if in_place else source.folder)
     others = _sources_in(arguments.values())
@@ -131,14 +133,14 @@ def _arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     return named
 
 
-def _target(source: MoTECheckpoint, out: str | Path | None, options: WriteOptions) -> Path:
+def _target(source: MoTECheckpoint, out: str | Path | None, options: WriteOptions, can_change: bool) -> Path:
     if out is not None:
         return Path(out)
-    if options.overwrite and source.is_local:
+    if options.overwrite and can_change:
         return source.folder
     raise ValueError(
         "Name the folder to write with `--out`"
-        + (f", or use `--overwrite` to change {source.name} itself" if source.is_local else "")
+        + (f", or use `--overwrite` to change {source.name} itself" if can_change else "")
     )
 
 

@@ -55,6 +55,7 @@ def native_model(model: MoTEModel, weights: dict[str, torch.Tensor], experts: li
 
     A token-routed backbone takes over the tasks of the experts that the weights come from.
     """
+    require_known(model.config.pooling, MoTEConfig.pooling_modes, "pooling of a model without task experts:")
     config: Any = copy.deepcopy(model.config.backbone_config)
     attention = model.backbone.config._attn_implementation
     if is_mote(config):

@@ -90,10 +90,12 @@ def load_any_encoder(
 
     `retrieval` asks for a kind of vectors; a hybrid model gives all three.
     """
+    from mote.checkpoints.models import quiet_transformers
     from mote.remote.configuration_mote import require_known
 
     sparse = is_sparse_encoder(path, revision)
-    encoder = _load(path, sparse=sparse, revision=revision, **settings)
+    with quiet_transformers():  # bars, and reports of what is an error here
+        encoder = _load(path, sparse=sparse, revision=revision, **settings)
     if retrieval is not None and type(encoder[-1]).__name__ == "HybridPooling":
         encoder[-1].retrieval = retrieval
     else:
