@@ -1,4 +1,4 @@
-"""Losses: InfoNCE over the texts of a batch, or any loss of Sentence-Transformers.
+"""Losses: InfoNCE over the texts of a batch, or a loss of Sentence-Transformers.
 
 InfoNCE is ours, in place of the library's `MultipleNegativesRankingLoss`, for one reason: known false negatives (equal
 texts, equal labels) are excluded from the denominator. Gradient caching and Matryoshka are the library's.
@@ -236,6 +236,9 @@ def check_loss(task: str, settings: TaskSettings, *, sparse: bool = False) -> No
         f"unknown {kind} {settings.loss!r}." + alternatives(settings.loss, names): settings.loss not in names,
         "InfoNCE takes no loss_arguments": settings.loss == INFO_NCE and settings.loss_arguments,
         "a symmetric loss needs in-batch negatives": settings.symmetric and not settings.in_batch_negatives,
+        f"symmetric and in_batch_negatives are settings of InfoNCE, not of {settings.loss}": (
+            settings.loss != INFO_NCE and (settings.symmetric or not settings.in_batch_negatives)
+        ),
         f"{settings.loss} needs a teacher": taught and settings.teacher is None,
         f"{settings.loss} takes no teacher": not taught and settings.teacher is not None,
     }
