@@ -12,6 +12,7 @@ import mote
 def test_every_public_name_exists() -> None:
     names = dir(mote)
     assert all(getattr(mote, name) is not None for name in names)
+    assert sorted(mote.__all__) == names
     tree = ast.parse(Path(str(mote.__file__)).read_text(encoding="utf-8"))
     for_type_checkers = next(node.body for node in tree.body if isinstance(node, ast.If))
     imported = [alias.name for node in for_type_checkers if isinstance(node, ast.ImportFrom) for alias in node.names]

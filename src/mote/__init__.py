@@ -69,6 +69,8 @@ _NAMES = {
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
+__all__ = ["experts", *_MODULES]
+
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
@@ -81,4 +83,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return ["experts", *_MODULES]
+    return __all__

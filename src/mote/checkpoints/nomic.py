@@ -51,8 +51,8 @@ _RENAMED = {
 
 
 def is_original(settings: Mapping[str, Any]) -> bool:
-    """Whether a config is in the schema of Nomic's own code rather than transformers', or in both."""
-    return settings.get("model_type") == "nomic_bert" and "n_embd" in settings and "hidden_size" not in settings
+    """Whether a config is in the schema of Nomic's own code alone; exports are in transformers', too."""
+    return settings.get("model_type") == "nomic_bert" and "n_embd" in settings and "rope_parameters" not in settings
 
 
 def native_config(settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], name: str) -> NomicBertConfig:
