@@ -59,7 +59,7 @@ def test_instructions_of_datasets(trained: Path, both: Path, tmp_path: Path, see
     }
     seen.clear()
     names = {name.split("-")[0]: name for name in own.datasets}
-    definitions = {"clustering-*": "Find the topic", names["beir"]: "Find papers"}
+    definitions = {names["beir"]: "Find papers", "*": "Find the topic"}
     changed = evaluate([str(model)], definitions=definitions, **where)
     assert seen == {
         (TOPIC, "clustering", True),

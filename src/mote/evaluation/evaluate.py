@@ -196,7 +196,8 @@ def _instructions(options: EvaluateOptions, names: Sequence[str]) -> dict[str, s
         raise ValueError("A template is for definitions, but there are none: add `--definition DATASET=TEXT`")
     return {
         names[index]: instruction_with(text, options.template)
-        for pattern, text in options.definitions.items()
+        # The name of a dataset counts more than a pattern, whatever their order.
+        for pattern, text in sorted(options.definitions.items(), key=lambda given: given[0] in names)
         for index in matching([[name] for name in names], [pattern])
     }
 
