@@ -11,7 +11,7 @@ from huggingface_hub.utils import validate_repo_id
 
 @contextmanager
 def explained(problem: str, kind: type[OSError] | None = None, remedy: str = "") -> Iterator[None]:
-    """Raise the client's errors as built-in ones, on one line, for an answer of the Hub and for none."""
+    """Raise the client's errors as built-in ones, on one line; which one depends on whether the Hub answered."""
     try:
         yield
     except (HTTPError, OSError, HFValidationError) as error:  # httpx's connection errors are not OSErrors

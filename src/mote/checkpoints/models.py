@@ -52,7 +52,7 @@ def load_mote(checkpoint: Checkpoint, experts: list[str] | None = None, *, with_
 def load_dense(
     checkpoint: Checkpoint, dtype: str | torch.dtype = "auto", *, with_head: bool = False
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Load the native dense model, or a token-routed one, with every weight; and name the heads' keys, dropped."""
+    """Load the native dense model, or a token-routed one, with every weight, and the keys of heads, which it lacks."""
     read_on_meta(checkpoint.weights)  # its errors name the file
     return _loaded(checkpoint, with_head, checkpoint.folder, dtype=dtype)
 

@@ -46,7 +46,7 @@ class HighestLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, embeddings: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-        """Return the highest logits of the tokens to keep, [B, L]; those of others are 0."""
+        """Return the highest logits, [B, V]; those of tokens that are not kept, by the mask [B, L], are 0."""
         parts = [logits.max(dim=1) for logits in HighestLogits.logits(hidden, embeddings, kept)]
         highest, places = (torch.cat(each, dim=1) for each in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, embeddings, places, kept)
