@@ -84,6 +84,7 @@ def test_each_shipped_recipe(name: str, tiny: Path, data: Path, tmp_path: Path) 
     model = train(name, overrides(tiny, data, tmp_path / "run", *more))
     record = train_step(model)
     assert record["steps"] == 2
+    assert (model / "curves.png").read_bytes().startswith(b"\x89PNG")
     recipe = load_recipe(model / "recipe.yaml")  # what lies next to the weights is a recipe
     assert (recipe.name, recipe.training.max_steps) == (name, 2)
     encoder = SentenceTransformer if recipe.retrieval.kind == "dense" else SparseEncoder

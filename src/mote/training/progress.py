@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -169,3 +170,21 @@ def check_finite(model: nn.Module, step: int) -> None:
     if total := int(summed(torch.tensor(float(len(names)))).item()):
         shown = ", ".join(names[:3]) or "in another process"
         raise NonFiniteError(f"{total} weights are non-finite at step {step} ({shown})")
+
+
+def draw_curves(log: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Draw the loss of each task, and losses on held-out texts, from the trainer's log."""
+    from matplotlib.figure import Figure  # pyplot selects a GUI backend
+
+    curves: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for line in log:
+        for key in line:
+            if key == "loss" or (key.startswith("eval_") and key.endswith("_loss")):
+                curves[line.get("task", key) if key == "loss" else key].append((line["step"], line[key]))
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.set(xlabel="step", ylabel="loss", title=title)
+    for name, points in curves.items():
+        axes.plot(*zip(*points, strict=True), "--o" if name.startswith("eval_") else "-", markersize=3, label=name)
+    axes.legend(loc="upper right")
+    figure.savefig(path, dpi=110)

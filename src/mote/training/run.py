@@ -22,10 +22,11 @@ from mote.checkpoints.writing import Repository
 from mote.files import lock, read_json
 from mote.reporting import table
 from mote.training.processes import processes
-from mote.training.progress import Tracker
+from mote.training.progress import Tracker, draw_curves
 from mote.training.recipe import RunSettings, load_recipe
 from mote.training.run_folder import (
     CHECKPOINT_FILE,
+    CURVES_FILE,
     LOCK_FILE,
     RECIPE_FILE,
     STATE_FILE,
@@ -178,8 +179,10 @@ class Run(ABC):
             "data": [report.__dict__ for report in self.data.reports],
         }
 
-        def add_recipe(folder: Path) -> dict[str, Any]:
+        def add_files(folder: Path) -> dict[str, Any]:
             (folder / RECIPE_FILE).write_text(as_yaml(self.recipe), encoding="utf-8")
+            log = self.trainer.state.log_history
+            draw_curves(log, folder / CURVES_FILE, f"{self.recipe.name}: {tracker.step} steps")
             return {}
 
         upcycled = self.recipe.model.kind != "dense" and not is_mote(self.source.config)
@@ -192,7 +195,7 @@ class Run(ABC):
             if "/" not in name  # those of datasets are in the record
         ]
         card = {"recipe": self.recipe, "run": record, "scores": scores}
-        repository = Repository(self.model, self.source, steps, after=add_recipe, training=card, **others)
+        repository = Repository(self.model, self.source, steps, after=add_files, training=card, **others)
         repository.write(self.folder.model, WriteOptions(overwrite=True), self.folder.path.name)
         self.folder.remove_checkpoints()
         logger.info("%d steps in %.0f s", tracker.step, tracker.seconds)

@@ -15,6 +15,7 @@ from mote.training.recipe import RunSettings
 RUN_FILE = "mote-run.json"  # marks the folder of a run, and identifies the run
 RECIPE_FILE = "recipe.yaml"
 STATE_FILE = "trainer_state.json"  # of a finished run, with the trainer's log
+CURVES_FILE = "curves.png"
 CHECKPOINT_FILE = "checkpoint.json"  # written last: a checkpoint without it is incomplete
 LOCK_FILE = ".lock"
 START_FOLDER = ".mote-start"  # the upcycled source, until it is in memory
