@@ -2,8 +2,6 @@
 
 import contextlib
 import logging
-import os
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -332,7 +330,11 @@ def native_folder(source: Checkpoint, folder: Path, bidirectional: bool = False)
 
 def _link(source: Path, folder: Path) -> None:
     """Copy a model's folder with links in place of files, which takes no space."""
-    shutil.copytree(source.resolve(), folder, copy_function=os.symlink)
+    for path in source.rglob("*"):  # `copytree` would also copy that a folder cannot be written
+        if path.is_file():
+            link = folder / path.relative_to(source)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(path.resolve())
 
 
 def set_dropout(model: nn.Module, probability: float) -> None:
