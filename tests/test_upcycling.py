@@ -69,9 +69,6 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-# The folder ----------------------------------------------------------------------------------------------------------
-
-
 def test_the_folder_is_complete(upcycled: Path) -> None:
     assert files_in(upcycled) == FILES
     config = read_json(upcycled / "config.json")
@@ -118,8 +115,6 @@ def test_no_file_names_a_folder_of_this_machine(tmp_path: Path, monkeypatch: pyt
         assert (step["sources"][0]["name"], step["settings"]["tokenizer"]) == ("tiny", "tokenizer")
         assert step["command"] == "mote upcycle --src tiny --out out --overwrite --tokenizer tokenizer"
 
-
-# The same in a process without the project ---------------------------------------------------------------------------
 
 # Reads through safetensors are recorded by standing in for `safe_open` where transformers calls it.
 FRESH_PROCESS = """
@@ -240,9 +235,6 @@ def test_the_script_as_a_process(dense: Path, upcycled: Path, tmp_path: Path) ->
         assert (tmp_path / "tiny-mote" / name).read_bytes() == (upcycled / name).read_bytes(), name
     assert 'SentenceTransformer("tiny-mote", trust_remote_code=True)' in done.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny-mote"]
-
-
-# What can be asked for -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -386,9 +378,6 @@ def test_a_published_nomic_becomes_a_complete_folder(
     assert (told in caplog.messages) == prefix
 
 
-# Texts ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -435,9 +424,6 @@ def test_an_exported_expert_can_be_upcycled_again(trained_folder: Path, tmp_path
     assert plan_upcycling(expert, experts=["clustering", "topics"]).config.experts == ["clustering", "topics"]
     others = {f"{prefix}{role}": f"{role}: " for role in ("query", "document") for prefix in ("", "search_")}
     assert plan_upcycling(expert, instructions=others).config.instruction_of("clustering") == "clustering: "
-
-
-# Of a token-routed model ---------------------------------------------------------------------------------------------
 
 
 def test_task_experts_of_a_token_routed_model_begin_as_it(token_routed: Path, hierarchical: Path) -> None:

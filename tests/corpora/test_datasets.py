@@ -142,9 +142,6 @@ def test_a_dataset_on_the_hub(data: Path, monkeypatch: pytest.MonkeyPatch) -> No
         mote.mine_negatives(["hub:me/animals"], out, "bm25", **options)
 
 
-# Filtering -----------------------------------------------------------------------------------------------------------
-
-
 def test_planted_mismatches_are_dropped_and_others_kept(data: Path) -> None:
     wrong = {3, 11, 30}
     positives = {number: ROWS[(number + 5) % 40]["positive"] for number in wrong}
@@ -158,9 +155,6 @@ def test_planted_mismatches_are_dropped_and_others_kept(data: Path) -> None:
     ]
     entry = entry_of(out)
     assert (entry["rows"], entry["kept"], entry["dropped"]) == (40, 37, 3)
-
-
-# Interruptions -------------------------------------------------------------------------------------------------------
 
 
 def test_a_finished_run_is_left_alone_and_another_one_refused(data: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -247,9 +241,6 @@ def test_killed_at_random_moments_it_ends_the_same(data: Path, model: Path) -> N
     options = ["--model", model, "--data", data, "--negatives", 3, "--depth", 20, "--out", "OUT"]
     kill_at_random(whole, killed, 10, "mine", "retrieval/*", *map(str, options))
     assert contents(killed) == contents(whole)
-
-
-# Errors --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

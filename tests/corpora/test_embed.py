@@ -50,9 +50,6 @@ def expected(model: Path, **arguments: Any) -> np.ndarray:
     return np.asarray(SentenceTransformer(str(model)).encode(TEXTS, **arguments))
 
 
-# Embeddings ----------------------------------------------------------------------------------------------------------
-
-
 def test_embeddings_are_those_of_encode(model: Path, corpus: Path) -> None:
     out = corpus.parent / "out"
     assert main(["embed", str(model), str(corpus), "--out", str(out), "--shard-size", "6"]) == 0
@@ -131,9 +128,6 @@ def test_batches_hold_texts_with_as_many_tokens(model: Path, tmp_path: Path, mon
     found = embeddings_in(embed(model, corpus, batch_size=4, shard_size=8))
     assert shapes == [(4, length) for length in sorted(counted, reverse=True)[::4]]
     assert np.allclose(found, encoder.encode(texts), atol=1e-5)
-
-
-# Runs that end early -------------------------------------------------------------------------------------------------
 
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, at: Callable[..., bool], error: Any) -> None:
@@ -279,9 +273,6 @@ def test_wrong_settings(settings: Any, message: str, model: Path, corpus: Path) 
     assert not (corpus.parent / "out").exists()
 
 
-# Size ----------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_corpus(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Encoder, "model", load_encoder(model))
@@ -296,9 +287,6 @@ def test_memory_does_not_grow_with_the_corpus(model: Path, tmp_path: Path, monke
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[2] < 1.1 * peaks[1], peaks  # the record grows by a line for each shard
-
-
-# Several processes ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.processes

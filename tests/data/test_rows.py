@@ -28,9 +28,6 @@ def find(folder: Path, path: str, **settings: Any) -> dict[str, list[dict[str, A
     return {location.name: [row.content for row in read_rows(location)] for location in found}
 
 
-# Finding -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("file", ["train.jsonl", "train.jsonl.gz", "train.json.gz", "train.parquet", "train/0.parquet"])
 def test_every_format_gives_the_same_rows(tmp_path: Path, file: str) -> None:
     write(tmp_path, "retrieval/tiny", ROWS, file)
@@ -147,9 +144,6 @@ def test_a_hub_dataset_that_is_also_a_folder_is_refused(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="hub:user/pairs is also a folder here"):
         find(tmp_path, "hub:user/pairs")
-
-
-# Reading -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_byte_order_mark_blank_lines_and_windows_lines(tmp_path: Path) -> None:

@@ -40,9 +40,6 @@ def test_datasets_with_a_test_split_are_found_in_the_order_of_types() -> None:
     assert "beir/arxiv" in found
 
 
-# Limits --------------------------------------------------------------------------------------------------------------
-
-
 def test_limits_are_fixed_samples_whatever_the_order_of_the_rows(tmp_path: Path) -> None:
     other = shutil.copytree(EXAMPLES, tmp_path / "other")
     for file in other.glob("*/*/*.jsonl.gz"):
@@ -95,9 +92,6 @@ def test_a_limited_corpus_holds_the_documents_of_the_qrels_and_others() -> None:
 def test_relevance_goes_before_other_scores(tmp_path: Path) -> None:
     write_rows(tmp_path / "summarization/both/test.jsonl.gz", [{**SUMMARY, "fluency": [5, 3]}])
     assert content("summarization/both", folder=tmp_path)[0]["relevance"] == SUMMARY["relevance"]
-
-
-# Invalid data --------------------------------------------------------------------------------------------------------
 
 
 def retrieval_dataset(folder: Path, corpus: Rows, queries: Rows, qrels: Sequence[Sequence[str]]) -> None:

@@ -114,9 +114,6 @@ def test_scores_are_not_rounded_under_autocast(embeddings: list[torch.Tensor]) -
         assert info_nce(embeddings) == exact
 
 
-# On a real model ---------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def model(fresh_folder: Any) -> SentenceTransformer:
     model = SentenceTransformer(str(fresh_folder), trust_remote_code=True)
@@ -167,9 +164,6 @@ def test_matryoshka_is_the_sum_over_dimensions(model: SentenceTransformer, size:
         columns = [model(column)["sentence_embedding"] for column in features_of(model)]
     expected = sum(info_nce([column[:, :dim] for column in columns]) for dim in (256, 64))
     assert value == pytest.approx(expected, abs=1e-4)
-
-
-# From the recipe ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("width", "halves"), [(16, [16, 8]), (384, [384, 192, 96]), (1024, [1024, 512, 256, 128, 64])])

@@ -167,9 +167,6 @@ def test_two_processes(source: Path, tmp_path: Path) -> None:
     assert (step["processes"], step["training_sets"]) == (2, {"mlm": {"steps": 4, "rows": 64}})
 
 
-# Variants ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.families
 def test_a_token_routed_model_with_a_new_head(tmp_path: Path) -> None:
     source = dense_checkpoint(tmp_path / "tiny")
@@ -241,9 +238,6 @@ def test_a_dry_run(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["pretrain", "mlm", *settings(source, tmp_path / "run"), "--dry-run"]) == 0
     assert "12 steps, 2 of them warmup" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
-
-
-# What is refused -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,6 @@ from mote.remote.configuration_mote import MoTEConfig
 from mote.training.pretraining_recipe import MaskingSettings, SpanSettings
 from mote.training.texts import MaskedBatches, Masking, SplitDocument, TextData, TextRows, load_texts, split_into_spans
 
-# Texts ---------------------------------------------------------------------------------------------------------------
-
 
 def load(folder: Path, tokenizer: Any, *changes: str, recipe: str = "mlm") -> TextData:
     return load_texts(pretraining_recipe(recipe, f"data.folder={folder}", *changes), tokenizer)
@@ -84,9 +82,6 @@ def test_no_pair_with_a_held_out_text_is_trained_on(tmp_path: Path, tokenizer: A
     assert data.reports[0].dropped == {"has a text that is held out": 3}
 
 
-# Spans ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def document(tokenizer: Any) -> SplitDocument:
     """Twelve sentences of six tokens each, in spans of two."""
@@ -125,9 +120,6 @@ def test_contexts(kind: str, document: SplitDocument) -> None:
         assert len(context.split()) == len(text.split())  # two sentences each
     assert distances == {"nearby": {1}, "overlap": set()}.get(kind, {1, 2, 3, 4, 5})
     assert overlapping == {"nearby": 0, "random": 0, "overlap": 200}.get(kind, pytest.approx(67, abs=25))
-
-
-# Batches -------------------------------------------------------------------------------------------------------------
 
 
 def assert_masked(ids: Any, labels: Any, plain: Any, rate: float, tokenizer: Any, of_masked: Any) -> torch.Tensor:
