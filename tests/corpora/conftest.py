@@ -8,6 +8,5 @@ from helpers.checkpoints import dense_checkpoint
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dense model with two prompts."""
     settings = {"prompts": {"query": "query: ", "document": ""}}
     return dense_checkpoint(tmp_path_factory.mktemp("dense") / "tiny", sentence_transformers=settings)

@@ -65,11 +65,6 @@ def test_missing_and_ambiguous_columns(row: dict[str, Any], columns: dict[str, A
         check(row, columns)
 
 
-def test_an_unknown_name_in_columns() -> None:
-    with pytest.raises(ValueError, match=r"(?s)ancor.*'anchor', 'positive'"):
-        DatasetSource(path="tiny", columns={"ancor": "query"})  # type: ignore[dict-item]
-
-
 @pytest.mark.parametrize(
     ("present", "row", "fault"),
     [

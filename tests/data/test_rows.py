@@ -4,22 +4,17 @@ import logging
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.rows import write_rows
+from helpers.datasets import write
 from hub.hub_server import HubServer
 
 from mote.data.rows import find_datasets, read_files, read_rows
 from mote.data.settings import DatasetSource
 
 ROWS = [{"query": f"text {i}", "positive": f"answer to text {i}"} for i in range(3)]
-
-
-def write(folder: Path, name: str, rows: Sequence[dict[str, Any]], file: str = "train.jsonl") -> Path:
-    return write_rows(folder / name / file, rows)
 
 
 def find(folder: Path, path: str, **settings: Any) -> dict[str, list[dict[str, Any]]]:

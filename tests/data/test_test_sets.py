@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.paths import ROOT
+from helpers.paths import EXAMPLE_DATA
 from helpers.rows import read_rows, write_rows
 
 from mote.data import test_sets
 from mote.data.test_sets import EvaluationDataset, find_evaluation_datasets
 
-EXAMPLES = ROOT / "examples" / "data"
 READERS: dict[str, Callable[[EvaluationDataset], Any]] = {
     "classification": test_sets.read_classification,
     "clustering": test_sets.read_clustering,
@@ -28,24 +27,23 @@ PAIR = {"sentence1": "a", "sentence2": "b"}
 SUMMARY = {"text": "t", "machine_summaries": ["a", "b"], "relevance": [1, 2]}
 
 
-def content(path: str, limit: int | None = None, folder: Path = EXAMPLES) -> Any:
-    """What is read of a dataset."""
+def content(path: str, limit: int | None = None, folder: Path = EXAMPLE_DATA) -> Any:
     task, name = path.split("/")
     return READERS[task](EvaluationDataset(task, name, folder, limit))
 
 
 def test_datasets_with_a_test_split_are_found_in_the_order_of_types() -> None:
-    found = [dataset.path for dataset in find_evaluation_datasets(EXAMPLES)]
+    found = [dataset.path for dataset in find_evaluation_datasets(EXAMPLE_DATA)]
     assert [path.split("/")[0] for path in found] == list(READERS)
     assert "beir/arxiv" in found
 
 
 def test_limits_are_fixed_samples_whatever_the_order_of_the_rows(tmp_path: Path) -> None:
-    other = shutil.copytree(EXAMPLES, tmp_path / "other")
+    other = shutil.copytree(EXAMPLE_DATA, tmp_path / "other")
     for file in other.glob("*/*/*.jsonl.gz"):
         write_rows(file, read_rows(file)[::-1])
     for path in ("pair/sts17_en", "sts/sts17_en", "summarization/arxiv"):
-        first, again, reversed_rows = (content(path, 10, folder) for folder in (EXAMPLES, EXAMPLES, other))
+        first, again, reversed_rows = (content(path, 10, folder) for folder in (EXAMPLE_DATA, EXAMPLE_DATA, other))
         assert len(first) == 10
         assert first == again
         assert [row for row in content(path) if row in first] == first, "rows stay in order"
@@ -60,7 +58,7 @@ def test_a_limit_keeps_the_shares_of_labels() -> None:
     assert set(Counter(row["label"] for row in splits["test"]).values()) == {1}
     sizes = Counter(row["label"] for row in content("clustering/arxiv_titles", 40))
     assert list(sizes.values()) == [8] * 5, "few labels, but enough texts of each"
-    assert len(splits["train"]) == len(read_rows(EXAMPLES / "classification/banking77/train.jsonl.gz"))
+    assert len(splits["train"]) == len(read_rows(EXAMPLE_DATA / "classification/banking77/train.jsonl.gz"))
 
 
 PAIRS = [{**PAIR, "sentence1": str(i), "label": int(i == 0)} for i in range(100)]
@@ -103,7 +101,6 @@ def retrieval_dataset(folder: Path, corpus: Rows, queries: Rows, qrels: Sequence
 
 
 def fault(folder: Path, path: str) -> str:
-    """The error of a dataset."""
     with pytest.raises((ValueError, FileNotFoundError)) as refused:
         content(path, folder=folder)
     return str(refused.value)

@@ -6,11 +6,9 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from helpers.paths import ROOT
+from helpers.paths import EXAMPLE_DATA
 
 from mote.data.texts import FOLDERS, find_pairs, find_texts, read_texts
-
-EXAMPLES = ROOT / "examples" / "data"
 
 
 def test_texts_come_with_mote() -> None:
@@ -43,11 +41,11 @@ def test_pairs_of_files(tmp_path: Path) -> None:
 
 
 def test_texts_and_pairs_of_a_folder_are_of_all_its_datasets() -> None:
-    texts = find_texts(folder=EXAMPLES, limit=12, seed=1)
+    texts = find_texts(folder=EXAMPLE_DATA, limit=12, seed=1)
     assert len(set(texts.texts)) == 12
-    assert texts == find_texts(folder=EXAMPLES, limit=12, seed=1)
-    assert f"{sum(1 for name in FOLDERS for _ in (EXAMPLES / name).iterdir())} datasets" in texts.source
-    pairs = find_pairs(folder=EXAMPLES, limit=9)
+    assert texts == find_texts(folder=EXAMPLE_DATA, limit=12, seed=1)
+    assert f"{sum(1 for name in FOLDERS for _ in (EXAMPLE_DATA / name).iterdir())} datasets" in texts.source
+    pairs = find_pairs(folder=EXAMPLE_DATA, limit=9)
     assert pairs is not None
     assert [len(pair) for pair in pairs.texts] == [2] * 9
 

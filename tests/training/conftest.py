@@ -10,6 +10,7 @@ from helpers.checkpoints import dense_checkpoint, tiny_tokenizer
 from helpers.paths import EXAMPLE_DATA
 from transformers import AutoTokenizer
 
+DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 SCORED = [
     ("A plane is taking off.", "An air plane is taking off.", 5.0),
     ("A man is playing a large flute.", "A man is playing a flute.", 3.8),
@@ -26,15 +27,13 @@ SCORED = [
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny dense checkpoint that draws random numbers while it trains."""
     folder = tmp_path_factory.mktemp("tiny") / "tiny"
-    dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-    return dense_checkpoint(folder, sentence_transformers={"normalize": True, "max_seq_length": 24}, **dropout)
+    return dense_checkpoint(folder, sentence_transformers={"normalize": True, "max_seq_length": 24}, **DROPOUT)
 
 
 @pytest.fixture(scope="session")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with its head for masked language modelling."""
-    dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-    return dense_checkpoint(tmp_path_factory.mktemp("source") / "tiny", head="mlm", **dropout)
+    return dense_checkpoint(tmp_path_factory.mktemp("source") / "tiny", head="mlm", **DROPOUT)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.checkpoints import dense_checkpoint
 from helpers.families import EXPERTS, all_families, batch, dense_model, difference, mote_config
-from helpers.runs import break_off, overrides, plan, weights
+from helpers.runs import assert_same_weights, break_off, overrides, plan, weights
 from peft import PeftModel
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer, SparseEncoder
@@ -25,12 +25,10 @@ FAST = ("training.learning_rate=1e-2", "validation.share=0", "training.save_step
 
 @pytest.fixture(scope="module")
 def tiny_mote(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny checkpoint, upcycled."""
     return upcycle(str(tiny), tmp_path_factory.mktemp("upcycled") / "mote")
 
 
 def run_of(source: Path, data: Path, out: Path, *more: str) -> Any:
-    """A run that is ready to start."""
     return TrainingRun("mote", overrides(source, data, out, *FAST, LORA, *more)).prepare()
 
 
@@ -137,13 +135,11 @@ def test_a_resumed_run_is_bit_for_bit_the_same(
     files = {path.name for path in (tmp_path / "killed/checkpoints/checkpoint-3").iterdir()}
     assert "adapters.safetensors" in files
     assert not files & {"model.safetensors", "adapter_model.safetensors"}
-    one, two = (weights(train("mote", settings[name])) for name in ("whole", "killed"))
-    assert all(torch.equal(one[key], two[key]) for key in one)
+    assert_same_weights(train("mote", settings["killed"]), train("mote", settings["whole"]))
 
 
 @pytest.mark.long
 def test_only_one_expert(tiny_mote: Path, data: Path, tmp_path: Path) -> None:
-    """Adapters go where `only_experts` says, and everything else is left as it is."""
     only = "tasks={topics: {anchor: clustering, batches: homogeneous, datasets: [clustering/*]}}"
     settings = overrides(tiny_mote, data, tmp_path / "run", *FAST, LORA, only, "training.only_experts=[clustering]")
     model = train("mote", settings)

@@ -17,12 +17,9 @@ from mote.training.trainer_settings import TrainingSettings
     [
         ("mote", "tasks.retrieval.anchor=search_qury", r"Unknown task 'search_qury'. Did you mean 'search_query'"),
         ("mote", "tasks.retrieval.datasets=[retrieval/arxive]", r"arxive"),
-        ("mote", "data.folder=/nowhere", r"nowhere"),
         ("mote", "model.source=/nowhere", r"nowhere"),
         ("mote", "tasks.retrieval.loss=InfoNCELos", r"unknown loss 'InfoNCELos'"),
-        ("mote", "training.optim=adm", r"adm"),
         ("mote", "training.load_best_model_at_end=true", r"(?s)load_best_model_at_end requires .*strategy: \S*NO"),
-        ("mote", "training.lr_scheduler_type=straight", r"straight"),
         ("mote", "training.adam_beta2=x", r"adam_beta2: Input should be a valid number, .*, got 'x'"),
         ("mote", "model.layers=[99]", r"99"),
         ("mote", "model.max_length=513", r"model.max_length is 513, and .* for 512 tokens"),

@@ -16,10 +16,7 @@ VALID = '{"query": "a %d", "positive": "b"}'
 
 @pytest.mark.parametrize(
     ("line", "fault"),
-    [
-        ('{"query": "", "positive": "b"}', "'query': String should have"),
-        ('{"query": "a", "posi', "invalid JSON"),
-    ],
+    [('{"query": "", "positive": "b"}', "'query': String should have"), ('{"query": "a", "posi', "invalid JSON")],
 )
 def test_an_invalid_row_is_counted_and_reported_with_its_line(tmp_path: Path, line: str, fault: str) -> None:
     path = write(tmp_path, "retrieval/tiny", [])
@@ -112,11 +109,7 @@ FALSE = [{"query": q, "positive": ["p", q + "p"], "negative": ["n", " p", q]} fo
         ([{"query": q, "positive": "b", "negative": list("cdefghi")} for q in "xy"], {}, ["c d e f"] * 2),
         ([*IN_COLUMNS, {**IN_COLUMNS[0], "query": "q3", "negative_1": None}], {}, ["n0", "n1", "n2"]),
         ([{**row, "score": 0.5} for row in IN_COLUMNS], {}, ["n0 n2", "n1 n2"]),  # the score of some other model
-        (
-            IN_COLUMNS,
-            {"columns": {"anchor": "query", "positive": "positive", "negative": ["negative_2"]}},
-            ["n2"] * 2,
-        ),
+        (IN_COLUMNS, {"columns": {"anchor": "query", "positive": "positive", "negative": ["negative_2"]}}, ["n2"] * 2),
         (FALSE, {}, ["n"] * 4),  # known false negatives are removed
     ],
 )

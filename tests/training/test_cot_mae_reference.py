@@ -17,10 +17,7 @@ from mote.training.pretraining_recipe import DecoderSettings
 
 REFERENCE = ROOT.parent / "shared" / "fixtures" / "cot-mae-reference"
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not REFERENCE.is_dir(), reason="the reference values are not here"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not REFERENCE.is_dir(), reason="the reference values are not here")]
 
 
 def objective(weights: dict[str, torch.Tensor], settings: DecoderSettings) -> tuple[Pretraining, dict[str, str]]:

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 from helpers.datasets import CLASSIFICATION, RETRIEVAL, Rows, labelled, load, only, pairs, recipe_of, write
+from helpers.paths import EXAMPLE_DATA
 
 from mote.training.cleaning import text_id
 from mote.training.data import load_data
-
-EXAMPLES = Path(__file__).parents[2] / "examples" / "data"
 
 
 def test_datasets_and_tasks_have_different_names(tmp_path: Path) -> None:
@@ -124,9 +123,9 @@ def test_every_row_of_the_examples_is_counted() -> None:
         "retrieval": {**RETRIEVAL, "datasets": ["retrieval/*"]},
         "c": {**CLASSIFICATION, "datasets": ["classification/*", "clustering/*"]},
     }
-    data = load_data(recipe_of(EXAMPLES, tasks=tasks, validation={"share": 0.02}))
+    data = load_data(recipe_of(EXAMPLE_DATA, tasks=tasks, validation={"share": 0.02}))
     assert {*data.sets} == {"retrieval/arxiv", "retrieval/tldr_pages", "c"}
     assert sum(report.read for report in data.reports) == 3700
     for report in data.reports:
         assert report.read == report.used + report.held_out + sum(report.dropped.values())
-    assert sum(file.stat().st_size for file in EXAMPLES.rglob("*.gz")) < 400_000
+    assert sum(file.stat().st_size for file in EXAMPLE_DATA.rglob("*.gz")) < 400_000

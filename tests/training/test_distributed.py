@@ -3,17 +3,16 @@
 import gzip
 import json
 import subprocess
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from helpers.checkpoints import dense_checkpoint
+from helpers.kills import kill_after
 from helpers.paths import EXAMPLE_DATA, ROOT, SMALL_ENCODER
-from helpers.runs import environment, launcher, overrides, read_log, train_step, weights
+from helpers.runs import assert_same_weights, environment, launcher, overrides, read_log, train_step, weights
 
 from mote import upcycle
 from mote.checkpoints.provenance import read_steps
@@ -63,7 +62,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(data: Path, out: Path, *more: str, recipe: str = "mote") -> list[str]:
-    """Arguments of `mote` for five steps of training."""
     return ["train", recipe, *overrides(SMALL_ENCODER, data, out, *SETTINGS, *more)]
 
 
@@ -78,12 +76,10 @@ def run(processes: int, out: Path, words: Sequence[str], *, fsdp: bool = False, 
 
 
 def trained(folder: Path, *names: str) -> list[dict[str, torch.Tensor]]:
-    """The weights of runs."""
     return [weights(folder / name / "run" / "model") for name in names]
 
 
 def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The largest difference between weights of two runs."""
     return max((one[key] - other[key]).abs().max().item() for key in other)
 
 
@@ -162,26 +158,15 @@ def test_adapters_under_fsdp(rounded: tuple[str, ...], data: Path, tmp_path: Pat
 
 
 def test_two_killed_processes_are_resumed_bit_for_bit(data: Path, tmp_path: Path) -> None:
-    """With the recipe's own optimiser; the same bit for bit as two that were not."""
     more = ("training.max_steps=-1", "training.num_train_epochs=2")
     run(2, tmp_path / "whole" / "run", settings(data, tmp_path / "whole" / "run", *more))
     out = tmp_path / "killed" / "run"
     words = settings(data, out, *more)
-    process = subprocess.Popen(
-        [*launcher(2), "-m", "mote", *words], env=environment(out.parent), stderr=subprocess.DEVNULL
-    )
-    deadline = time.monotonic() + 240
-    while not (out / "checkpoints" / "checkpoint-4" / "checkpoint.json").exists():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    for one_of_them in [*psutil.Process(process.pid).children(recursive=True), process]:
-        one_of_them.kill()
-    process.wait()
+    sealed = out / "checkpoints" / "checkpoint-4" / "checkpoint.json"
+    kill_after(sealed, [*launcher(2), "-m", "mote", *words], out.parent)
     assert not (out / "model").exists()
     run(2, out, words)
-    one, two = trained(tmp_path, "whole", "killed")
-    assert all(torch.equal(one[key], two[key]) for key in one)
+    assert_same_weights(out / "model", tmp_path / "whole" / "run" / "model")
 
 
 @pytest.mark.slow
@@ -218,7 +203,6 @@ LATENT_ATTENTION = (
     ids=["sparse", "hybrid", "latent"],
 )
 def test_one_process_replicas_and_parts(recipe: str, more: tuple[str, ...], data: Path, tmp_path: Path) -> None:
-    """Replicas, and parts of FSDP, learn what one process does."""
     for name, processes in (("one", 1), ("replicas", 2), ("parts", 2)):
         out = tmp_path / name / "run"
         own = (*more, *GRADIENT_STEPS, "training.max_grad_norm=1e-2")

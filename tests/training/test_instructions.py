@@ -56,15 +56,11 @@ def test_a_run(kind: str, tiny: Path, data: Path, tmp_path: Path, monkeypatch: p
     assert loaded.prompts["query"] == mote.instruction_with("Find answers")
     assert loaded.prompts["document"] == loaded.prompts["Classification"] == ""
     features = loaded[0].preprocess(["whales"], prompt=FIND, task="query")
-    assert int((features["attention_mask"] - features["pooling_mask"]).sum()) == prompts_of_one(loaded, FIND)
+    left_out = features["attention_mask"] - features["pooling_mask"]
+    assert int(left_out.sum()) == len(loaded.tokenizer(FIND)["input_ids"]) - 1  # all but `[SEP]`
     again = load_recipe("mote", overrides(model, data, tmp_path / "more", f"model.kind={kind}"))
     built, _ = build_model(again, open_checkpoint(str(model)), tmp_path / "more")
     assert type(built[1]).__name__ == "TextPooling"
-
-
-def prompts_of_one(model: Any, prompt: str) -> int:
-    """Tokens of an instruction in front of a text, `[CLS]` among them."""
-    return len(model.tokenizer(prompt)["input_ids"]) - 1
 
 
 @pytest.mark.long

@@ -176,7 +176,6 @@ def test_halves_are_the_models_own(
 
 @pytest.fixture
 def replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes with the whole model each."""
     monkeypatch.setattr(losses, "replicated", lambda: True)
     monkeypatch.setattr(losses, "processes", lambda: SimpleNamespace(num_processes=2))
 

@@ -13,11 +13,11 @@ from mote.training.objectives import Decoder, Pretraining
 from mote.training.pretraining_recipe import DecoderSettings
 
 
-def masked_lm(family: str = "bert", **config: Any) -> MoTEForMaskedLM:
+def masked_lm() -> MoTEForMaskedLM:
     """A MoTE with a head; without dropout."""
-    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0} if family == "bert" else {}
-    native = AutoModelForMaskedLM.from_config(dense_model(family, **still).config)
-    return MoTEForMaskedLM(MoTEConfig(backbone_config=native.config, pooling="cls", **config), native)
+    still: Any = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    native = AutoModelForMaskedLM.from_config(dense_model("bert", **still).config)
+    return MoTEForMaskedLM(MoTEConfig(backbone_config=native.config, pooling="cls", experts=["a", "b"]), native)
 
 
 def test_an_autoregressive_decoder_sees_the_vector_and_a_window() -> None:
@@ -33,7 +33,7 @@ def test_an_autoregressive_decoder_sees_the_vector_and_a_window() -> None:
 
 def test_the_decoder_trains_the_encoder_through_the_vector() -> None:
     torch.manual_seed(0)
-    model = Pretraining(masked_lm(experts=["a", "b"]), DecoderSettings(layers=1))
+    model = Pretraining(masked_lm(), DecoderSettings(layers=1))
     ids = torch.randint(5, 50, (4, 6))
     labels = torch.full_like(ids, -100)
     labels[:, 2] = ids[:, 2]
@@ -49,14 +49,9 @@ def test_the_decoder_trains_the_encoder_through_the_vector() -> None:
 
 def test_a_batch_without_masked_tokens() -> None:
     """As the last batch of an epoch, of a single short text, may be: its loss is 0, not the mean over nothing."""
-    model = Pretraining(masked_lm(experts=["a", "b"]))
+    model = Pretraining(masked_lm())
     ids = torch.randint(5, 50, (2, 4))
     output = model(ids, torch.ones_like(ids), torch.full_like(ids, -100), None, torch.tensor([0, 1]))
     output.loss.backward()
     assert output.loss.item() == 0
     assert not any(weight.grad.any() for weight in model.parameters() if weight.grad is not None)
-
-
-def test_a_decoder_needs_absolute_positions() -> None:
-    with pytest.raises(ValueError, match=r"cot-mae needs embeddings with absolute positions.*'modernbert' does not"):
-        Pretraining(masked_lm("modernbert"), DecoderSettings())

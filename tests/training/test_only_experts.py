@@ -20,7 +20,6 @@ OTHER = "topics: {anchor: clustering, batches: homogeneous, datasets: [retrieval
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny MoTE with one more expert."""
     folder = tmp_path_factory.mktemp("source")
     dense = dense_checkpoint(folder / "tiny", sentence_transformers={"normalize": True, "max_seq_length": 24})
     upcycled = upcycle(str(dense), folder / "mote")

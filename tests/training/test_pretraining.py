@@ -1,10 +1,8 @@
 """Runs of pre-training: masked language modelling and CoT-MAE, resumed and refused."""
 
 import re
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 from helpers.checkpoints import dense_checkpoint, files_in
 from helpers.families import batch
-from helpers.kills import kill_at_random
+from helpers.kills import kill_after, kill_at_random
 from helpers.paths import EXAMPLE_DATA, ROOT
 from helpers.runs import assert_same_weights, break_off, environment, launcher, read_log, weights
 from torch import nn
@@ -52,7 +50,6 @@ def settings(source: Path, out: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Run a recipe that is never stopped, once for all tests."""
 
     @cache
     def run(recipe: str, *more: str) -> Path:
@@ -134,13 +131,8 @@ def test_a_stopped_run_ends_as_if_it_had_not_been(
 
 def test_a_killed_run(whole: Callable[..., Path], source: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mote", "pretrain", "mlm", *settings(source, tmp_path / "run")]
-    process = subprocess.Popen(command, env=environment(tmp_path), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    begun = time.monotonic()
-    while not list((tmp_path / "run").glob("checkpoints/*/checkpoint.json")) and process.poll() is None:
-        assert time.monotonic() - begun < 120
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    kill_after(tmp_path / "run" / "checkpoints" / "checkpoint-4" / "checkpoint.json", command, tmp_path)
+    assert not (tmp_path / "run" / "model").exists()
     subprocess.run(command, env=environment(tmp_path), check=True, capture_output=True)
     assert_same_weights(tmp_path / "run" / "model", whole("mlm") / "model")
 
@@ -180,7 +172,7 @@ def test_a_token_routed_model_with_a_new_head(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_dense_model(source: Path, tmp_path: Path) -> None:
-    """Without experts in it or code beside it, and the start of a MoTE with a head."""
+    """Without experts in it or code beside it, and the start of a MoTE with a head, which is trained further."""
     changes = ["training.max_steps=4", "training.eval_steps=2", "masking.whole_words=true"]
     model = pretrain("mlm-dense", settings(source, tmp_path / "dense", *changes))
     assert not [name for name in files_in(model) if name.endswith(".py")]
@@ -194,15 +186,9 @@ def test_a_dense_model(source: Path, tmp_path: Path) -> None:
     logged = [line for line in read_log(tmp_path / "dense") if "eval_text_loss" in line]
     assert [line["step"] for line in logged] == [2, 4]
     assert round(logged[-1]["eval_text_loss"], 4) == step["validation"]["after"]["text"]
-    further = settings(model, tmp_path / "mote", "training.max_steps=1", "validation.share=0")
-    assert [step["step"] for step in read_steps(pretrain("mlm", further))] == ["pretrain", "upcycle", "pretrain"]
-
-
-@pytest.mark.families
-def test_a_mote_is_pretrained_further(whole: Callable[..., Path], tmp_path: Path) -> None:
-    more = ("training.max_steps=2", "masking.whole_words=true")
-    model = pretrain("mlm", settings(whole("mlm") / "model", tmp_path / "run", *more))
-    assert [step["step"] for step in read_steps(model)][-2:] == ["pretrain", "pretrain"]
+    for name in ("mote", "further"):
+        model = pretrain("mlm", settings(model, tmp_path / name, "training.max_steps=1", "validation.share=0"))
+    assert [step["step"] for step in read_steps(model)] == ["pretrain", "upcycle", "pretrain", "pretrain"]
 
 
 def test_without_dropout_the_decoder_has_none_either(source: Path, tmp_path: Path) -> None:

@@ -103,7 +103,6 @@ def test_an_interrupted_overwrite_is_resumed(tmp_path: Path) -> None:
 
 
 def test_source_and_teacher_may_be_named_by_their_commits_on_resuming(tmp_path: Path) -> None:
-    """They are compared as commits, whatever they are named by."""
     task = (
         "tasks={t: {batches: homogeneous, anchor: clustering, datasets: [a], loss: MSELoss, "
         "teacher: {source: user/teacher, revision: REVISION}}}"

@@ -25,7 +25,6 @@ CHUNK = 4
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a prompt of its own."""
     folder = tmp_path_factory.mktemp("teacher") / "tiny"
     return dense_checkpoint(folder, sentence_transformers={"prompts": {"query": "query: "}})
 
@@ -39,7 +38,6 @@ def _small_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of all chunks that a teacher encodes."""
     sizes: list[int] = []
     original = TeacherEmbeddings._encode
 

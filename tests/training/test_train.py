@@ -3,9 +3,7 @@
 import json
 import resource
 import shutil
-import signal
 import subprocess
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,17 +12,9 @@ import pytest
 import torch
 from helpers.checkpoints import dense_checkpoint, edit_json, edit_weights
 from helpers.inference_server import read_as_server
+from helpers.kills import kill_after
 from helpers.paths import SMALL_ENCODER
-from helpers.runs import (
-    assert_same_weights,
-    break_off,
-    command,
-    environment,
-    overrides,
-    read_log,
-    train_step,
-    weights,
-)
+from helpers.runs import assert_same_weights, break_off, command, environment, overrides, read_log, train_step, weights
 from sentence_transformers import SentenceTransformer, SparseEncoder
 
 from mote import upcycle
@@ -35,7 +25,7 @@ from mote.remote.configuration_mote import MoTEConfig
 from mote.training import teachers
 from mote.training.model import build_model
 from mote.training.recipe import load_recipe, shipped_recipes
-from mote.training.run_folder import START_FOLDER, RunFolder
+from mote.training.run_folder import START_FOLDER
 from mote.training.train import TrainingRun, train
 
 TIER: dict[str, Any] = {"mote": [], "nv-stage2": [pytest.mark.slow]}  # all other recipes: long
@@ -47,7 +37,6 @@ def of_encoder(data: Path, out: Path, *more: str) -> list[str]:
 
 
 def distilled(teacher: Path) -> str:
-    """The only task of a recipe: to give texts the embeddings of a teacher."""
     return (
         "tasks={retrieval: {anchor: search_query, positive: search_document, batches: homogeneous, loss: "
         f"EmbedDistillLoss, teacher: {{source: {teacher}}}, datasets: [retrieval/tldr_pages]}}}}"
@@ -56,18 +45,12 @@ def distilled(teacher: Path) -> str:
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of teachers' embeddings for one test."""
     monkeypatch.setattr(teachers, "cached_assets_path", lambda *_: tmp_path / "cache")
     return tmp_path / "cache"
 
 
-def losses_of(run: Path) -> list[float]:
-    return [line["loss"] for line in read_log(run) if "loss" in line]
-
-
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=TIER.get(name, [pytest.mark.long])) for name in shipped_recipes()],
+    "name", [pytest.param(name, marks=TIER.get(name, [pytest.mark.long])) for name in shipped_recipes()]
 )
 def test_each_shipped_recipe(name: str, tiny: Path, data: Path, tmp_path: Path) -> None:
     more = ("retrieval.sparse_from=embeddings",) if load_recipe(name).retrieval.kind != "dense" else ()
@@ -130,21 +113,15 @@ class Spy:
             self.experts[expert] += 1
 
 
-@pytest.fixture(scope="module")
-def epoch(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Spy, dict[str, Any]]:
-    """What a model was given in a whole epoch, and the record of that run."""
-    folder = RunFolder(tmp_path_factory.mktemp("epoch") / "run")
-    run = TrainingRun("mote", of_encoder(data, folder.path, "training.max_steps=-1")).prepare()
-    with pytest.MonkeyPatch.context() as patched:
+@pytest.mark.long
+def test_an_epoch(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each batch is of one task, with its instruction and expert, and every row is seen once."""
+    run = TrainingRun("mote", of_encoder(data, tmp_path / "run", "training.max_steps=-1")).prepare()
+    with monkeypatch.context() as patched:
         spy = Spy(run.model, patched)
         run.train()
     run.finish({})
-    return spy, train_step(folder.model)
-
-
-@pytest.mark.long
-def test_instructions_and_experts_are_those_of_the_task(epoch: tuple[Spy, dict[str, Any]]) -> None:
-    spy, _ = epoch
+    record = train_step(tmp_path / "run" / "model")
     instructions = {
         "search_query": "search _ query : ",
         "search_document": "search _ document : ",
@@ -156,6 +133,11 @@ def test_instructions_and_experts_are_those_of_the_task(epoch: tuple[Spy, dict[s
         assert text.startswith(f"[CLS] {instructions[task]}"), text
     layers = 3
     assert spy.experts == {task: layers * count for task, count in Counter(task for task, _ in spy.seen).items()}
+    used: Counter[str] = Counter()
+    for dataset in record["data"]:
+        used[dataset["name"] if dataset["task"] == "retrieval" else dataset["task"]] += dataset["used"]
+    assert {name: seen["rows"] for name, seen in record["training_sets"].items()} == used
+    assert {"retrieval/arxiv", "retrieval/tldr_pages", "classification", "clustering"} == used.keys()
 
 
 @pytest.mark.long
@@ -170,16 +152,6 @@ def test_dense_recipes_have_instructions_or_not(data: Path, tmp_path: Path, monk
             text.split("[CLS] ")[1].startswith(("search _", "classification :", "clustering :")) for _, text in spy.seen
         ]
         assert set(told) == {begins}
-
-
-@pytest.mark.long
-def test_each_batch_is_of_one_task_and_every_row_is_seen_once(epoch: tuple[Spy, dict[str, Any]]) -> None:
-    _, record = epoch
-    used: Counter[str] = Counter()
-    for dataset in record["data"]:
-        used[dataset["name"] if dataset["task"] == "retrieval" else dataset["task"]] += dataset["used"]
-    assert {name: seen["rows"] for name, seen in record["training_sets"].items()} == used
-    assert {"retrieval/arxiv", "retrieval/tldr_pages", "classification", "clustering"} == used.keys()
 
 
 @pytest.mark.long
@@ -199,10 +171,8 @@ def test_experts_without_data_stay_as_they_were(data: Path, tmp_path: Path) -> N
 def test_losses_of_two_steps(data: Path, tmp_path: Path) -> None:
     """Against values stored when this was written: what changes them changes what is learned."""
     train("mote", of_encoder(data, tmp_path / "run"))
-    assert losses_of(tmp_path / "run") == pytest.approx(GOLDEN, rel=1e-3)
-
-
-GOLDEN = [1.178751, 1.235412]
+    losses = [line["loss"] for line in read_log(tmp_path / "run") if "loss" in line]
+    assert losses == pytest.approx([1.178751, 1.235412], rel=1e-3)
 
 
 @pytest.mark.long
@@ -227,7 +197,6 @@ def test_the_order_does_not_depend_on_the_number_of_workers(tiny: Path, data: Pa
 def test_the_start_has_a_weight_in_the_final_model(
     name: str, weight: str, shown: str, tiny: Path, data: Path, tmp_path: Path
 ) -> None:
-    """One for the whole model, or one for each part."""
     fast = "training.learning_rate=1e-2"
     trained = weights(train(name, overrides(tiny, data, tmp_path / "trained", fast)))
     model = train(name, overrides(tiny, data, tmp_path / "moved", fast, f"training.start_weight={weight}"))
@@ -253,19 +222,11 @@ LONGER = (
 )
 
 
-@pytest.mark.parametrize("kill_after", [3, 18])
-def test_a_killed_run_is_resumed_bit_for_bit(kill_after: int, tiny: Path, data: Path, tmp_path: Path) -> None:
-    """`kill -9` in the first epoch and in the second; the result is the same bit for bit."""
+@pytest.mark.parametrize("step", [3, 18])  # in the first epoch and in the second
+def test_a_killed_run_is_resumed_bit_for_bit(step: int, tiny: Path, data: Path, tmp_path: Path) -> None:
     settings = overrides(tiny, data, tmp_path / "killed", *LONGER)
-    process = subprocess.Popen(command("mote", *settings), env=environment(tmp_path), stdout=subprocess.DEVNULL)
-    sealed = tmp_path / "killed" / "checkpoints" / f"checkpoint-{kill_after}" / "checkpoint.json"
-    deadline = time.monotonic() + 240
-    while not sealed.exists():
-        assert process.poll() is None, "the run ended before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    sealed = tmp_path / "killed" / "checkpoints" / f"checkpoint-{step}" / "checkpoint.json"
+    kill_after(sealed, command("mote", *settings), tmp_path)
     assert not (tmp_path / "killed" / "model").exists()
     again = subprocess.run(command("mote", *settings), env=environment(tmp_path), capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
@@ -280,9 +241,9 @@ def test_a_killed_run_is_resumed_bit_for_bit(kill_after: int, tiny: Path, data: 
     timed = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
     one, other = ([{key: line[key] for key in line if key not in timed} for line in log] for log in logs)
     assert one == other
-    assert len(one) >= 2 * kill_after / 3
+    assert len(one) >= 2 * step / 3
     records = [train_step(tmp_path / name / "model") for name in ("killed", "whole")]
-    assert records[0]["resumed_from_step"] >= kill_after
+    assert records[0]["resumed_from_step"] >= step
     assert records[0]["training_sets"] == records[1]["training_sets"]
 
 
@@ -317,7 +278,6 @@ def test_the_record_of_a_resumed_run(tiny: Path, data: Path, tmp_path: Path, mon
 
 
 def test_a_dry_run(tiny: Path, data: Path, tmp_path: Path, own_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It writes nothing and asks no teacher; a finished run is not replaced."""
     more = ("validation.share=0", "training.eval_steps=1")  # without held-out texts, nothing is validated
     settings = overrides(tiny, data, tmp_path / "run", distilled(SMALL_ENCODER), *more)
     assert main(["train", "mote", *settings, "--dry-run"]) == 0
@@ -386,19 +346,10 @@ def test_another_source_or_teacher_is_refused_on_resuming(
         TrainingRun(recipe).prepare()
 
 
-def test_models_on_the_hub_are_identified_by_their_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_on_the_hub_is_identified_by_its_commit(tmp_path: Path) -> None:
     run = TrainingRun("mote", [f"output={tmp_path}"])
     run.source = Checkpoint("user/model", tmp_path, "a" * 40, MoTEConfig(), [tmp_path / "not-read"])
     assert run.identify_models() == {"source user/model": "a" * 40}
-    monkeypatch.setattr(teachers, "commit_of", lambda source, revision: f"commit of {revision}")
-    tasks = ", ".join(
-        f"t{revision}: {{anchor: clustering, batches: homogeneous, datasets: [a], loss: MSELoss, teacher: {{source: "
-        f"s/t, revision: {revision}}}}}"
-        for revision in "xy"
-    )
-    recipe = load_recipe("mote", [f"tasks={{{tasks}}}"])
-    identities = {one.name: one.identity for one in teachers.teachers_of(recipe).values()}
-    assert identities == {f"teacher s/t ({revision})": f"s/t@commit of {revision}" for revision in "xy"}
 
 
 def test_a_full_disk(tiny: Path, data: Path, tmp_path: Path) -> None:
