@@ -135,8 +135,9 @@ def _reader(first: dict[str, Any], options: EmbedOptions) -> Callable[..., Corpu
     def read(row: dict[str, Any], number: int) -> CorpusText:
         titled = {**row, TITLE: row.get(TITLE) or ""}
         texts = [check_value(titled, column, STRING) for column in options.text_columns or usual]
-        id_column = id_of_first or next((column for column in ID_COLUMNS if column in row), None)
-        name = number if id_column is None else check_value(row, id_column, LABEL)
+        if id_of_first is None and any(column in row for column in ID_COLUMNS):
+            raise ValueError("there is an id, but the first row of the corpus has none: all rows or none")
+        name = number if id_of_first is None else check_value(row, id_of_first, LABEL)
         task = None if options.task_column is None else check_value(row, options.task_column, STRING)
         return CorpusText(str(name), " ".join(filter(None, texts)), task)
 

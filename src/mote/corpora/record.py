@@ -14,7 +14,7 @@ from typing import Any
 from mote.files import lock, read_json, remove_leftovers, sha256_of, write_json
 from mote.reporting import HOW_TO_RESUME
 
-FORMAT = 3
+FORMAT = 4
 """Version of the records; a run in another format is never resumed."""
 
 

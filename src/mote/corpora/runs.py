@@ -130,6 +130,10 @@ def _embed(texts: Sequence[str], encoder: Encoder, task: str, work: Path, folder
         from scipy.sparse import vstack
 
         return vstack(list(shards), format="csr")
-    embeddings = np.concatenate(list(shards))
-    embeddings /= np.maximum(np.linalg.norm(embeddings, axis=1, keepdims=True), 1e-12)
+    embeddings = np.empty((0, 0))
+    for number, part in enumerate(shards):
+        if number == 0:
+            embeddings = np.empty((len(texts), part.shape[1]), np.float32)
+        lengths = np.linalg.norm(part, axis=1, keepdims=True)
+        embeddings[number * job.shard_size :][: len(part)] = part / np.maximum(lengths, 1e-12)
     return embeddings

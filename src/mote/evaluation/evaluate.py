@@ -14,6 +14,7 @@ from typing import Any
 
 import mteb
 import numpy as np
+import torch
 from huggingface_hub import cached_assets_path
 from mteb.abstasks import AbsTask, AbsTaskRetrieval
 from mteb.models import ModelMeta
@@ -96,6 +97,7 @@ class _Scorer:
     def score(self, models: Sequence[EvaluatedModel]) -> None:
         """Score each model on each task; an interrupt's message says what is cached."""
         place = self.cache.cache_path
+        torch.empty(0, device=self.evaluation.settings["device"])  # else each dataset fails for want of the device
         logger.info(f"Models: {len(models)}, datasets: {len(self.tasks)}; results are cached in {place}")
         for model in models:
             if None in self._cached(model):
