@@ -206,7 +206,7 @@ def test_without_dropout_the_decoder_has_none_either(source: Path, tmp_path: Pat
         ("cot-mae", ["decoder.both_sides=false"], 16),
         ("cot-mae", ["model.kind=token_routed"], 32),
         ("cot-mae-switched", ["model.max_length=64"], 32),
-        ("cot-mae-spans", ["spans.length=12", "model.instructions=true"], 16),
+        ("cot-mae-spans", ["spans.length=12", "model.instructions=true"], 32),
     ],
 )
 def test_variants(name: str, more: list[str], rows: int, source: Path, tmp_path: Path) -> None:
