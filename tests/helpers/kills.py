@@ -16,9 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
-from helpers.runs import environment
-
 from mote.cli import main
 
 RECORDS = {"mote.json"}  # holds dates, so two runs never write the same
@@ -190,17 +187,3 @@ def _kill_at_random(*words: str) -> None:
 
 if __name__ == "__main__":
     {"_stop_everywhere": _stop_everywhere, "_kill_at_random": _kill_at_random}[sys.argv[1]](*sys.argv[2:])
-
-
-def kill_after(written: Path, command: Sequence[str], tmp_path: Path) -> None:
-    """Start a run, and kill all its processes once a file is there."""
-    quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command, env=environment(tmp_path), **quiet)
-    deadline = time.monotonic() + 240
-    while not written.exists():
-        assert process.poll() is None, "the run ended before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    for one_of_them in [*psutil.Process(process.pid).children(recursive=True), process]:
-        one_of_them.kill()
-    process.wait()

@@ -4,11 +4,14 @@ import json
 import os
 import re
 import socket
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from datasets import Dataset
@@ -106,6 +109,20 @@ def launcher(processes: int) -> list[str]:
 
 def environment(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1"}
+
+
+def kill_after(written: Path, command: Sequence[str], tmp_path: Path) -> None:
+    """Start a run, and kill all its processes once a file is there."""
+    quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, env=environment(tmp_path), **quiet)
+    deadline = time.monotonic() + 240
+    while not written.exists():
+        assert process.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    for one_of_them in [*psutil.Process(process.pid).children(recursive=True), process]:
+        one_of_them.kill()
+    process.wait()
 
 
 def break_off(

@@ -10,9 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.checkpoints import dense_checkpoint
-from helpers.kills import kill_after
 from helpers.paths import EXAMPLE_DATA, ROOT, SMALL_ENCODER
-from helpers.runs import assert_same_weights, environment, launcher, overrides, read_log, train_step, weights
+from helpers.runs import (
+    assert_same_weights,
+    environment,
+    kill_after,
+    launcher,
+    overrides,
+    read_log,
+    train_step,
+    weights,
+)
 
 from mote import upcycle
 from mote.checkpoints.provenance import read_steps

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from helpers.checkpoints import dense_checkpoint, files_in
 from helpers.families import batch
-from helpers.kills import kill_after, kill_at_random
+from helpers.kills import kill_at_random
 from helpers.paths import EXAMPLE_DATA, ROOT
-from helpers.runs import assert_same_weights, break_off, environment, launcher, read_log, weights
+from helpers.runs import assert_same_weights, break_off, environment, kill_after, launcher, read_log, weights
 from torch import nn
 from transformers import AutoModelForMaskedLM
 
@@ -234,7 +234,7 @@ def test_a_dry_run(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("mlm", ["training.gradient_accumulation_steps=2"], "set training.batch_size"),
         ("mlm", ["training.dataloader_persistent_workers=true"], "cannot be set here: workers draw new masks"),
         ("mlm", ["tasks.search={datasets: [retrieval/arxiv]}"], "Unknown task 'search'"),
-        ("mlm", ["tasks.clustering.texts=positives"], "dropped 800: is no pair"),
+        ("mlm", ["tasks.clustering.texts=positives"], "dropped 800: not a pair"),
         ("mlm", ["model.kind=token_routed", "training.fp16=true"], "training.bf16=true instead"),
         (
             "mlm",

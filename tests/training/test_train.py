@@ -12,9 +12,18 @@ import pytest
 import torch
 from helpers.checkpoints import dense_checkpoint, edit_json, edit_weights
 from helpers.inference_server import read_as_server
-from helpers.kills import kill_after
 from helpers.paths import SMALL_ENCODER
-from helpers.runs import assert_same_weights, break_off, command, environment, overrides, read_log, train_step, weights
+from helpers.runs import (
+    assert_same_weights,
+    break_off,
+    command,
+    environment,
+    kill_after,
+    overrides,
+    read_log,
+    train_step,
+    weights,
+)
 from sentence_transformers import SentenceTransformer, SparseEncoder
 
 from mote import upcycle
