@@ -38,13 +38,12 @@ def fetch(src: str, revision: str | None, patterns: list[str]) -> Path:
 def commit_of(model: str, revision: str | None = None) -> str | None:
     """Find the newest commit of a model on the Hub, or, if the Hub does not answer, the downloaded one.
 
-    None for a folder, which must not be an adapter.
+    None for a folder. An adapter is refused: its commit says nothing about the weights that it adapts.
     """
     folder = local_folder(model, revision)
-    if folder is None:
-        return fetch(model, revision, ["config.json", "modules.json"]).name
-    refuse_adapter(folder, model)
-    return None
+    found = folder or fetch(model, revision, ["config.json", "modules.json", "*adapter_config.json"])
+    refuse_adapter(found, model)
+    return None if folder else found.name
 
 
 def refuse_adapter(folder: Path, name: str) -> None:
