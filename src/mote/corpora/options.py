@@ -1,10 +1,10 @@
 """Options of `mote embed`, `mine` and `filter`, each declared once. Imports neither torch nor transformers."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, PositiveInt, model_validator
-from typing_extensions import Self
+from pydantic import Field, PositiveInt
 
 from mote.settings import Settings
 
@@ -44,11 +44,10 @@ class CorpusOptions(Settings):
         """Return the fields of a verb's own class, which determine its result, beside model and texts."""
         return {name: getattr(self, name) for name in type(self).__annotations__}
 
-    @model_validator(mode="after")
-    def _fit_engine(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
+        """Name options of the other engine."""
         if (self.device if self.engine == "ray" else self.workers) is not None:
-            raise ValueError("device is for the engine local, workers are for the engine ray")
-        return self
+            yield "device is for the engine local, workers are for the engine ray"
 
 
 class EmbedOptions(CorpusOptions):
@@ -73,11 +72,11 @@ class EmbedOptions(CorpusOptions):
     dtype: Literal["float32", "float16"] = "float32"
     shard_size: PositiveInt = 50_000
 
-    @model_validator(mode="after")
-    def _one_task(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
+        """Name ways to choose the task that exclude each other."""
+        yield from super().conflicts()
         if [self.task, self.prompt, self.task_column].count(None) < 2:
-            raise ValueError("task, prompt and task_column exclude each other")
-        return self
+            yield "task, prompt and task_column exclude each other"
 
 
 class PairOptions(CorpusOptions):
