@@ -101,7 +101,7 @@ class MoTECheckpoint(Checkpoint):
 
 
 def open_checkpoint(src: str, revision: str | None = None) -> Checkpoint:
-    """Open a checkpoint of any kind, from the Hub if it is no folder, without its weights. Its code is not run."""
+    """Open a checkpoint of any kind, from the Hub unless it is a folder, without its weights. Its code is not run."""
     checkpoint = _open(src, revision)
     require_mote(src, checkpoint.format, checkpoint.format not in ("nomic_moe", "nv_embed"))
     return checkpoint

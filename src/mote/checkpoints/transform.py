@@ -97,17 +97,9 @@ def transform(
         logger.info("The head for masked language modelling is dropped: the result only embeds texts")
     if changed is not None and in_place:
         refuse_source(target, source.folder)
-    dense = not is_mote(result.config)
     settings = {**arguments, **(recorded or {})}
     command = _command(spec, source, settings, {"overwrite": True} if in_place else {"out": target.resolve()})
-    made = spec.made.format(**{name: _shown(value) for name, value in arguments.items()}, config=result.config)
-    if not dense and not made.startswith("made "):  # as of a dense result, but the experts are token-routed
-        made = f"made of {made}"
-
-    details: dict[str, Any] = {"parameters": result.num_parameters(), **({} if spec.same_model else {"made": made})}
-    config = source.config if dense else result.config
-    tasks = {name: [task for task, expert in config.tasks.items() if expert == name] for name in config.experts}
-    details |= {"of_mote": tasks, "expert": expert} if dense else {"experts": tasks}
+    details = _details(spec, source, result, arguments, expert)
     repository = Repository(
         result,
         source,
@@ -142,6 +134,21 @@ def _target(source: MoTECheckpoint, out: str | Path | None, options: WriteOption
         "Name the folder to write with `--out`"
         + (f", or use `--overwrite` to change {source.name} itself" if can_change else "")
     )
+
+
+def _details(
+    spec: Verb, source: MoTECheckpoint, result: PreTrainedModel, arguments: dict[str, Any], expert: str | None
+) -> dict[str, Any]:
+    """Describe the result in the step of `mote.json`."""
+    dense = not is_mote(result.config)
+    details: dict[str, Any] = {"parameters": result.num_parameters()}
+    if not spec.same_model:
+        made = spec.made.format(**{name: _shown(value) for name, value in arguments.items()}, config=result.config)
+        # Some verbs describe a dense result, but the experts are token-routed.
+        details["made"] = made if dense or made.startswith("made ") else f"made of {made}"
+    config = source.config if dense else result.config
+    tasks = {name: [task for task, own in config.tasks.items() if own == name] for name in config.experts}
+    return details | ({"of_mote": tasks, "expert": expert} if dense else {"experts": tasks})
 
 
 def _command(spec: Verb, source: MoTECheckpoint, settings: Mapping[str, Any], place: dict[str, Any]) -> str:

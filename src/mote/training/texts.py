@@ -102,7 +102,7 @@ def _read_task(name: str, recipe: PretrainingRecipe, tokenizer: PreTrainedTokeni
             report = DatasetReport(location.name, name)
             read = report.read_rows(location, recipe.data.max_invalid_fraction)
             found = [_texts_of(example, task, paired) for example in read.rows]
-            report.drop("is no pair", sum(not texts for texts in found))
+            report.drop("not a pair", sum(not texts for texts in found))
             rows = [row for texts in found for row in texts]
             unique = {number: row for row in rows if (number := text_id("\n".join(row))) not in seen}
             report.drop("repeated", len(rows) - len(unique))
