@@ -15,27 +15,29 @@ Models", Findings of ACL 2025 (arXiv:2506.17781).
 
 import copy
 import inspect
-import json
-import re
 import shutil
-from contextlib import ExitStack, suppress
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import AutoModel, MPNetModel, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import TransformersKwargs, cached_file, can_return_tuple
+from transformers.utils.hub import extract_commit_hash
 
 from .architectures_mote import MPNetBackbone, architecture_of
 from .configuration_mote import MoTEConfig, require_known
 from .mixed_batch_mote import groups_of
+from .weights_mote import WeightFiles, find_files, find_index, read_index
 
 SEQUENCE_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "position_ids")
+HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
 TOKENIZER_EXTRAS = ("length", "offset_mapping", "special_tokens_mask")  # which no model uses
 
 
@@ -125,8 +127,8 @@ class MoTEModel(PreTrainedModel):
     outputs: tuple[str, ...] = ("last_hidden_state", "hidden_states", "attentions")  # taken from the backbone's output
     model_tags = ["mote", "mixture-of-experts", "custom_code"]  # of its card on the Hub
     weight_files: tuple[str, ...] = ()  # files that the weights were loaded from
+    replaced: Path | None = None  # folder with the index of the model that is about to be replaced, if not the same
     record: str | None = None  # path of the `mote.json` next to the weights, which says how the model was made
-    unwanted_weights = ""  # pattern of the names of weights that are in the files, but not loaded
     offloading: Any = None  # set by `mote.load(path, offload=…)`: brings an expert to the device for a call
     routing_argument = "expert"  # of the blocks; layers that stay dense (`mote_layers`) do not get it
     own_arguments: tuple[str, ...] = ("task", "task_ids", "pooling_mask")  # of `forward`, beside the backbone's
@@ -153,11 +155,11 @@ class MoTEModel(PreTrainedModel):
                 layers[index] = self._make_block(layer)
             else:
                 layer.register_forward_pre_hook(self._without_routing, with_kwargs=True)
-        unwanted = [rf"\.experts\.{name}\." for name in config.experts if name not in config.available_experts]
-        if "ForMaskedLM" in str(config.architectures) and self._auto_class == "AutoModel":  # saved with a head
-            unwanted.append(r"^head\.")
-        self.unwanted_weights = "|".join(unwanted)
-        self._keys_to_ignore_on_load_unexpected = {self.unwanted_weights} if unwanted else set()
+        # Weights that are in the files, but not loaded: of other experts, in the old layout, and of a head.
+        others = [name for name in config.experts if name not in config.available_experts]
+        self._keys_to_ignore_on_load_unexpected = {rf"\.experts\.{name}\." for name in others}
+        if "ForMaskedLM" in str(config.architectures) and self._auto_class == "AutoModel":
+            self._keys_to_ignore_on_load_unexpected.add(r"^head\.")
         self.post_init()
 
     def _shared_modules(self, layer: nn.Module) -> tuple[str, ...]:
@@ -300,10 +302,19 @@ class MoTEModel(PreTrainedModel):
         Raises:
             ValueError: If weights are missing, left over or of another shape, or an expert is unknown.
         """
-        if isinstance(kwargs.get("config"), PreTrainedConfig) and kwargs.get("experts") is not None:
-            kwargs["config"] = copy.deepcopy(kwargs["config"])
-            kwargs["config"].load_only(kwargs.pop("experts"))
         name = args[0] if args else kwargs.get("pretrained_model_name_or_path")  # None: of a state_dict
+        hub = {key: kwargs[key] for key in HUB_ARGUMENTS if kwargs.get(key)}
+        index = find_index(name, **hub) if name is not None and not kwargs.get("variant") else None
+        if index is not None:  # the library gets one file from here; the others are found once the model is built
+            kwargs["transformers_weights"] = read_index(index.parent)["shared"][0]
+            if commit := extract_commit_hash(str(index), None):
+                kwargs["revision"] = hub["revision"] = commit
+        if isinstance(kwargs.get("config"), PreTrainedConfig):
+            kwargs["config"] = copy.deepcopy(kwargs["config"])
+            if (experts := kwargs.pop("experts", None)) is not None:
+                kwargs["config"].load_only(experts)
+            if index is not None:
+                kwargs["config"].transformers_weights = kwargs.pop("transformers_weights")
         kwargs["ignore_mismatched_sizes"] = True  # reported by the error below, which names them
         loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         model, info = loaded
@@ -318,7 +329,6 @@ class MoTEModel(PreTrainedModel):
                 f"{model.config.model_type!r} with the experts {model.config.available_experts}): {'; '.join(problems)}"
             )
         with suppress(OSError):  # there is no such file, or no connection
-            hub = {key: kwargs.get(key) for key in ("revision", "token", "cache_dir", "local_files_only")}
             model.record = name and cached_file(name, "mote.json", **hub)
         return (model, info) if output_loading_info else model
 
@@ -326,41 +336,67 @@ class MoTEModel(PreTrainedModel):
     def _load_pretrained_model(
         model: Any, state_dict: Any, checkpoint_files: list[str] | None, load_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Remember the files, and only look at the weights of the wanted experts: there may be hundreds."""
-        model.weight_files = files = tuple(checkpoint_files or ())
-        unwanted, load = model.unwanted_weights, PreTrainedModel._load_pretrained_model
-        mapped = not load_config.disable_mmap and all(file.endswith(".safetensors") for file in files)
-        with ExitStack() as opened:
-            if unwanted and files and mapped and state_dict is None:
-                handles = [opened.enter_context(safe_open(file, framework="pt")) for file in files]
-                keys = ((file, key) for file in handles for key in file.keys())  # noqa: SIM118  # not a dict
-                state_dict = {key: file.get_slice(key) for file, key in keys if not re.search(unwanted, key)}
-            return load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        """Find the files of the model's experts, and remember them."""
+        if vars(model.config).pop("transformers_weights", None):
+            name, folder = load_config.pretrained_model_name_or_path, Path(checkpoint_files[0]).parent
+            experts = model.config.available_experts if model.config.routes_by_task else []
+            checkpoint_files = find_files(
+                name, folder, experts, hasattr(model, "head"), **(load_config.download_kwargs or {})
+            )
+            load_config = replace(load_config, sharded_metadata=read_index(folder))
+        model.weight_files = tuple(checkpoint_files or ())
+        return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
-    def save_pretrained(self, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:
-        """Save under the names of the modules, not under those of the checkpoint that the backbone came from.
+    def save_pretrained(
+        self,
+        save_directory: str | PathLike,
+        is_main_process: bool = True,
+        state_dict: dict | None = None,
+        push_to_hub: bool = False,
+        max_shard_size: int | str = "50GB",
+        **kwargs: Any,
+    ) -> None:
+        """Save, each expert into a file of its own: see `weights_mote.py`. What did not change is not written again.
+
+        A folder that holds more experts than were loaded keeps them.
 
         Raises:
-            ValueError: If the folder is the one that only some of the experts were loaded from.
+            ValueError: If it cannot, because the shared weights are others there.
         """
-        self._require_no_loss(Path(save_directory))
-        (getattr(self.config, "auto_map", None) or {}).pop("AutoModelForMaskedLM", None)  # a class with a head adds it
-        super().save_pretrained(save_directory, *args, **{"save_original_format": False, **kwargs})
+        folder, config = Path(save_directory), self.config
+        (getattr(config, "auto_map", None) or {}).pop("AutoModelForMaskedLM", None)  # a class with a head adds it
+        # Under the names of the modules, not under those of the checkpoint that the backbone came from.
+        kwargs = {"is_main_process": is_main_process, "save_original_format": False, **kwargs}
+        weights = {**(self.state_dict() if state_dict is None else state_dict)}
+        adapted = getattr(self, "_hf_peft_config_loaded", False) or getattr(self, "hf_quantizer", None) is not None
+        if adapted or kwargs.get("variant") or any(weight.is_meta for weight in weights.values()):
+            kwargs |= {"state_dict": state_dict, "max_shard_size": max_shard_size}
+            return super().save_pretrained(folder, push_to_hub=push_to_hub, **kwargs)
+        files, loaded = None, config.loaded_experts
+        if is_main_process and weights:
+            folder.mkdir(parents=True, exist_ok=True)
+            weights = remove_tied_weights_from_state_dict(weights, self)
+            files = WeightFiles(weights, config, folder, max_shard_size, previous=self.replaced)
+            config.loaded_experts = files.loaded_experts
+        super().save_pretrained(folder, state_dict={}, **kwargs)
+        config.loaded_experts = loaded
+        if files is not None:
+            files.write()
         with suppress(OSError):  # it is already there, or was removed
-            shutil.copy(self.record or "", save_directory)
+            shutil.copy(self.record or "", folder)
+        if push_to_hub:
+            named = inspect.signature(super().push_to_hub).parameters
+            self.push_to_hub(kwargs.pop("repo_id", folder.name), **{k: v for k, v in kwargs.items() if k in named})
+        return None
 
-    def _require_no_loss(self, folder: Path) -> None:
-        """Raise `ValueError` if saving to a folder would remove experts that were not loaded from it."""
-        sources = {Path(file).parent.resolve() for file in self.weight_files}
-        if self.config.loaded_experts is None or folder.resolve() not in sources:
-            return
-        config = folder / "config.json"  # if it was removed, the weights may be of all experts
-        loaded = config.is_file() and json.loads(config.read_text(encoding="utf-8")).get("loaded_experts")
-        if lost := sorted({*(loaded or self.config.experts)} - {*self.config.loaded_experts}):
-            raise ValueError(
-                f"{folder} also holds the experts {', '.join(lost)}, which were not loaded: saving there would remove "
-                "them. Choose another folder"
-            )
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> str:
+        """Push to the Hub. Experts that the repository has, but that were not loaded, stay there."""
+        index = find_index(repo_id, token=kwargs.get("token"), revision=kwargs.get("revision"))
+        self.replaced = index and index.parent
+        try:
+            return super().push_to_hub(repo_id, **kwargs)
+        finally:
+            self.replaced = None
 
     def _replicate_for_data_parallel(self) -> Any:  # copies of an expert would use the first GPU's attention
         raise RuntimeError("A MoTE cannot run in nn.DataParallel: start one process per GPU (torchrun), or use one GPU")

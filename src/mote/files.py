@@ -42,6 +42,15 @@ def replaced(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
+def link(path: Path, target: Path) -> None:
+    """Link a file, or a link, to a second place in its file system; copy it where that does not work."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(path, target, follow_symlinks=False)
+    except (OSError, NotImplementedError):  # a file or operating system without such links
+        shutil.copy2(path, target, follow_symlinks=False)
+
+
 def remove_leftovers(folder: Path) -> None:
     """Remove the temporary files that killed writers left in a folder and below; call it while holding its lock."""
     for path in folder.rglob(f"{_TEMPORARY}*"):

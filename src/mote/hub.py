@@ -8,6 +8,12 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 from huggingface_hub.utils import validate_repo_id
 
+# Files with the weights of a model, also in older layouts.
+WEIGHTS = (
+    *("model.safetensors", "model-[0-9]*-of-[0-9]*.safetensors", "model.safetensors.index.json"),
+    *("model-base-*.safetensors", "model-expert-*.safetensors", "model-head-*.safetensors"),
+)
+
 
 @contextmanager
 def explained(problem: str, kind: type[OSError] | None = None, remedy: str = "") -> Iterator[None]:
@@ -64,21 +70,11 @@ def check_before_push(repo_id: str) -> str:
     return repo_id if "/" in repo_id else f"{user['name']}/{repo_id}"
 
 
-def refuse_whole_model(repo_id: str) -> None:
-    """Raise `ValueError` if a repository already contains a full model, which an expert would replace."""
-    with explained(f"The content of {repo_id} is unknown, nothing was started"):
-        is_model = HfApi().file_exists(repo_id, "config.json")
-    if is_model:
-        raise ValueError(
-            f"{repo_id} holds a whole model, whose weights and card a push would replace: name another repository "
-            "with `--repo-id`"
-        )
-
-
-def push(folder: Path, repo_id: str, files: list[str], private: bool = False, what: str = "a MoTE model") -> str:
+def push(folder: Path, repo_id: str, files: list[str], private: bool = False, parent: str | None = None) -> str:
     """Create or update a model repository from a folder, and return the URL of the commit.
 
     Only `files` are pushed, since a folder that was overwritten may hold others. After an error the folder stays.
+    With `parent`, it is an error if the repository's newest commit is another one by now.
     """
     later = f"The model is complete in {folder}; push it later with `hf upload {repo_id} {folder}`"
     with explained(f"{repo_id} was not pushed", remedy=later):
@@ -86,9 +82,9 @@ def push(folder: Path, repo_id: str, files: list[str], private: bool = False, wh
         commit = HfApi().upload_folder(
             repo_id=repo_id,
             folder_path=folder,
-            commit_message=f"Upload {what}",
+            commit_message="Upload a MoTE model",
+            parent_commit=parent,
             allow_patterns=files,
-            # Weights of a version with other shards, and not what others have added under a similar name:
-            delete_patterns=["model.safetensors", "model-[0-9]*-of-[0-9]*.safetensors", "model.safetensors.index.json"],
+            delete_patterns=list(WEIGHTS),  # of the version before, and not what others have added
         )
     return str(commit.commit_url)

@@ -10,10 +10,12 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from mote import hub
 from mote.checkpoints import nomic, nomic_moe, nv_embed
+from mote.checkpoints.provenance import read_steps
 from mote.checkpoints.tensors import MappedFiles, is_finite, read_on_meta, read_shapes
 from mote.files import read_json, sha256_of
 from mote.remote.architectures_mote import ARCHITECTURES
 from mote.remote.configuration_mote import MoTEConfig
+from mote.remote.weights_mote import files_of, read_index
 
 TOKEN_ROUTED = "mote_token_routed"
 ATTENTION_POOLING = "mote_attention_pooling"
@@ -52,6 +54,9 @@ class Checkpoint:
     # Settings of `MoTEConfig` for a pooling that has weights in the files, and their names in a MoTE → in the files.
     pooling: dict[str, Any] = field(default_factory=dict)
     pooling_weights: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.steps = read_steps(self.folder)  # by which it was made
 
     @property
     def short_name(self) -> str:
@@ -115,9 +120,9 @@ def open_dense(src: str, revision: str | None = None) -> Checkpoint:
     return checkpoint
 
 
-def open_mote(src: str, revision: str | None = None) -> MoTECheckpoint:
-    """Open a MoTE; any other model is a `ValueError`."""
-    checkpoint: Any = _open(src, revision)
+def open_mote(src: str, revision: str | None = None, experts: list[str] | None = None) -> MoTECheckpoint:
+    """Open a MoTE, possibly with the weights of some experts only; any other model is a `ValueError`."""
+    checkpoint: Any = _open(src, revision, experts)
     require_mote(src, checkpoint.config.model_type, isinstance(checkpoint, MoTECheckpoint))
     return checkpoint
 
@@ -128,10 +133,14 @@ def require_mote(src: Any, kind: str, is_one: bool) -> None:
         raise ValueError(f"{src} is not a MoTE but a {kind!r}: `mote upcycle --src {src}` makes a MoTE of it")
 
 
-def _open(src: str, revision: str | None) -> Checkpoint:
-    folder, commit = _locate(src, revision)
+def _open(src: str, revision: str | None, experts: list[str] | None = None) -> Checkpoint:
+    folder, commit = hub.local_folder(src, revision), None
+    if folder is None:
+        folder = hub.fetch(src, revision, FILES_BESIDE_WEIGHTS)
+        commit = folder.name
+    hub.refuse_adapter(folder, src)
     settings = read_json(folder / "config.json")
-    kind, weights = settings.get("model_type"), _weight_files(folder, src)
+    kind, weights = settings.get("model_type"), _weight_files(src, folder, commit, experts)
     if kind in MOTE_CLASSES:
         config = mote_class(kind, "config").from_dict(settings)
         return MoTECheckpoint(src, folder, commit, config, weights, "mote")
@@ -174,25 +183,24 @@ def mote_class(model_type: str, kind: Literal["config", "model", "masked_lm"]) -
     return getattr(import_module(f"mote.remote.{module}"), name)
 
 
-def _locate(src: str, revision: str | None) -> tuple[Path, str | None]:
-    """Find the folder of a source and, if it is on the Hub, its commit; download it."""
-    folder, commit = hub.local_folder(src, revision), None
-    if folder is None:
-        folder = hub.fetch(src, revision, [*FILES_BESIDE_WEIGHTS, "model*.safetensors"])
+def _weight_files(src: str, folder: Path, commit: str | None, experts: list[str] | None) -> list[Path]:
+    """Find the weights, of all experts or some; download them if the checkpoint is on the Hub."""
+    if index := read_index(folder):
+        chosen = index["experts"] if experts is None else [name for name in experts if name in index["experts"]]
+        names = files_of(index, chosen)
+        if commit is not None:
+            hub.fetch(src, commit, names)
+        return [folder / name for name in names]
+    if commit is not None:
+        hub.fetch(src, commit, ["model*.safetensors"])
         if not any(folder.glob("model*.safetensors")):
-            hub.fetch(src, revision, ["pytorch_model*.bin"])
-        commit = folder.name
-    hub.refuse_adapter(folder, src)
-    return folder, commit
-
-
-def _weight_files(folder: Path, src: str) -> list[Path]:
+            hub.fetch(src, commit, ["pytorch_model*.bin"])
     for name in ("model.safetensors", "pytorch_model.bin"):
         if (folder / name).is_file():
             return [folder / name]
-        index = folder / f"{name}.index.json"
-        if index.is_file():
-            return [folder / shard for shard in sorted(set(read_json(index)["weight_map"].values()))]
+        listed = folder / f"{name}.index.json"
+        if listed.is_file():
+            return [folder / shard for shard in sorted(set(read_json(listed)["weight_map"].values()))]
     found = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
     raise FileNotFoundError(f"{src} has no weights: expected model.safetensors or pytorch_model.bin; found {found}")
 

@@ -2,32 +2,31 @@
 
 import fnmatch
 import os
-import shutil
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
 from mote.checkpoints.provenance import read_steps, recorded_files
-from mote.files import Staging
-
-EXPERT_FILE = "expert.safetensors"
+from mote.files import Staging, link
+from mote.hub import WEIGHTS
 
 # Files that a replaced model loses beside those that its `mote.json` lists: weights, also those that others converted
 # them into, and settings that readers would combine with the new model's. All other files are kept.
 _WEIGHTS = (
-    *("model.safetensors", "model-[0-9]*-of-[0-9]*.safetensors", "model.safetensors.index.json"),
+    *WEIGHTS,
     *("pytorch_model.bin", "pytorch_model-[0-9]*-of-[0-9]*.bin", "pytorch_model.bin.index.json"),
 )
 _OTHERS = (
-    *("onnx/*.onnx*", "openvino/*.xml", "openvino/*.bin", EXPERT_FILE),
+    *("onnx/*.onnx*", "openvino/*.xml", "openvino/*.bin"),
     *("generation_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
 )
 
 
 def refuse_occupied(out: Path, overwrite: bool = False) -> None:
-    """Raise `FileExistsError` if `out` is in use; `overwrite` allows a model or an expert of this package."""
+    """Raise `FileExistsError` if `out` is in use; `overwrite` allows a model of this package."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not (overwrite and out.is_dir() and _is_ours(out)):
@@ -37,7 +36,7 @@ def refuse_occupied(out: Path, overwrite: bool = False) -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether a folder holds a model or an expert of this package: whether a `mote.json` says how it was made."""
+    """Whether a folder holds a model of this package: whether a `mote.json` says how it was made."""
     with suppress(OSError, ValueError):
         return bool(read_steps(folder))
     return False
@@ -51,17 +50,18 @@ def refuse_source(out: Path, source: Path) -> None:
 
 
 class ModelStaging(Staging):
-    """A folder that becomes a model's: of a new one, of one that it replaces, or of one that it changes `in_place`.
+    """A folder that becomes a model's: of a new one, of one that it replaces, or of one that it changes in place.
 
-    Files of others in the folder are kept; in place, all files but weights and code.
+    Files of others in the folder are kept; in place, all files but weights and code. A model that is changed in place
+    must still be the one with these `steps`.
     """
 
     write_errors = (OSError, SafetensorError)  # the second is safetensors' error for a full disk
 
-    def __init__(self, out: Path, overwrite: bool = False, in_place: bool = False) -> None:
+    def __init__(self, out: Path, overwrite: bool = False, steps: list[dict[str, Any]] | None = None) -> None:
         super().__init__(out)
         self.overwrite = overwrite
-        self.in_place = in_place
+        self.steps = steps
 
     def before_move(self) -> None:
         """Check the place and the files that `mote.json` lists; keep files of others that are in the place."""
@@ -69,6 +69,8 @@ class ModelStaging(Staging):
         if missing:
             self.lost(", ".join(missing))
         refuse_occupied(self.out, self.overwrite)
+        if self.steps is not None and read_steps(self.out) != self.steps:
+            raise ValueError(f"{self.out} was changed by another process in the meantime: run this change again")
         if self.out.is_dir():
             self._keep_other_files()
 
@@ -82,15 +84,11 @@ class ModelStaging(Staging):
                 if not any(path.iterdir()):  # git needs empty folders
                     target.mkdir(parents=True, exist_ok=True)
             elif not (self._belongs_to_model(name.as_posix(), recorded) or os.path.lexists(target)):
-                target.parent.mkdir(parents=True, exist_ok=True)
-                try:
-                    os.link(path, target, follow_symlinks=False)
-                except (OSError, NotImplementedError):  # a file or operating system without such links
-                    shutil.copy2(path, target, follow_symlinks=False)
+                link(path, target)
 
     def _belongs_to_model(self, name: str, recorded: set[str]) -> bool:
         """Whether a file goes with the replaced model."""
-        if self.in_place:
+        if self.steps is not None:
             return _matches(name, _WEIGHTS) or (name.endswith(".py") and name in recorded)
         return name in recorded or _matches(name, (*_WEIGHTS, *_OTHERS))
 

@@ -6,21 +6,18 @@ is written out of the memory-mapped file.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import TensorSpec, serialize_file
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from mote.checkpoints.reading import Checkpoint
 from mote.checkpoints.tensors import MappedFiles, weight_name
-from mote.files import write_json
 from mote.remote.modeling_mote import MoTEModel
+from mote.remote.weights_mote import WeightFiles, digest_of
 
 
 class DenseWeights:
@@ -88,30 +85,26 @@ def can_stream(model: MoTEModel, dense: DenseWeights) -> bool:
     return not tied and all(weight_name(name, model.config).dense in dense for name in model.state_dict())
 
 
+class Copies(Mapping[str, torch.Tensor]):
+    """The weights of a fresh MoTE, each read from the dense model that it is a copy of."""
+
+    def __init__(self, model: MoTEModel, dense: DenseWeights) -> None:
+        self.dense = dense
+        self.origins = {name: weight_name(name, model.config).dense for name in model.state_dict()}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.dense[self.origins[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.origins)
+
+    def __len__(self) -> int:
+        return len(self.origins)
+
+
 def write_weights(model: MoTEModel, dense: DenseWeights, folder: Path, max_shard_size: str) -> None:
-    """Write the weights of a fresh MoTE file by file, as `save_pretrained` would: names, order, index."""
-    origins = {name: weight_name(name, model.config).dense for name in model.state_dict()}
-    # Copies, because views of one tensor (queries, keys, values) would each count as the whole.
-    weights = {name: torch.empty_like(weight) for name, weight in model.state_dict().items()}
-    shards = split_torch_state_dict_into_shards(weights, max_shard_size=max_shard_size)
-    for file, names in shards.filename_to_tensors.items():
-        _write_file(folder / file, names, origins, dense)
-    if shards.is_sharded:
-        metadata = {"total_parameters": model.num_parameters(), **dict(sorted(shards.metadata.items()))}
-        weight_map = dict(sorted(shards.tensor_to_filename.items()))
-        write_json(folder / SAFE_WEIGHTS_INDEX_NAME, {"metadata": metadata, "weight_map": weight_map})
-
-
-def _write_file(path: Path, names: Iterable[str], origins: dict[str, str], dense: DenseWeights) -> None:
-    """Write one safetensors file, in which copies of a dense weight share its memory."""
-    tensors = {origin: dense[origin].contiguous() for origin in dict.fromkeys(origins[name] for name in names)}
-    specs = {}
-    for name in names:
-        tensor = tensors[origins[name]]
-        specs[name] = TensorSpec(
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            shape=tuple(tensor.shape),
-            data_ptr=tensor.data_ptr(),
-            data_len=tensor.nbytes,
-        )
-    serialize_file(specs, str(path), metadata={"format": "pt"})
+    """Write the weights of a fresh MoTE file by file, as `save_pretrained` would."""
+    weights = Copies(model, dense)
+    digests = {origin: digest_of(dense[origin]) for origin in dict.fromkeys(weights.origins.values())}
+    known = {name: digests[origin] for name, origin in weights.origins.items()}
+    WeightFiles(weights, model.config, folder, max_shard_size, known).write()

@@ -5,7 +5,7 @@ import math
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +17,7 @@ from transformers.modeling_utils import load_state_dict
 
 from mote.remote.architectures_mote import architecture_of
 from mote.remote.configuration_mote import MoTEConfig
+from mote.remote.weights_mote import HEAD
 
 if TYPE_CHECKING:
     from mote.remote.modeling_mote import MoTEModel
@@ -43,9 +44,6 @@ def weight_name(key: str, config: MoTEConfig) -> WeightName:
     if found is None or int(found[1]) not in config.mote_layer_indices:
         return WeightName(None, None, dense)
     return WeightName(found[2], int(found[1]), f"{layers}.{found[1]}.{found[3]}")
-
-
-HEAD = "head."  # prefix of the weights of a head for masked language modelling
 
 
 def without_head(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -105,7 +103,7 @@ def load_pickle(path: Path, device: str = "cpu") -> dict[str, torch.Tensor]:
     return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
 
 
-class MappedFiles:
+class MappedFiles(Mapping[str, torch.Tensor]):
     """The tensors of some weight files. One file is open at a time, memory-mapped if its format allows."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
@@ -126,6 +124,12 @@ class MappedFiles:
             self.read = load_pickle(path).__getitem__ if is_pickle else safe_open(path, "pt").get_tensor
             self.opened = path
         return self.read(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stored)
+
+    def __len__(self) -> int:
+        return len(self.stored)
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

@@ -76,7 +76,8 @@ def transform(
     name = getattr(function, "__name__", type(function).__name__)
     spec = getattr(function, "verb", None) or Verb(name, f"made by `{name}` of")
     arguments = _arguments(function, args, kwargs)
-    source = open_mote(str(src), revision)
+    expert = arguments[spec.loads] if spec.loads else None
+    source = open_mote(str(src), revision, None if expert is None else [expert])
     returned = inspect.signature(function).return_annotation
     returns_model = inspect.isclass(returned) and issubclass(returned, PreTrainedModel)
     target = _target(source, out, options, source.is_local and not returns_model)
@@ -85,9 +86,8 @@ def transform(
     others = _sources_in(arguments.values())
     if not in_place:
         for other in others:
-            refuse_source(target, other.folder)
+            refuse_source(target, other.file)
     tokenizer = load_tokenizer(source)
-    expert = arguments[spec.loads] if spec.loads else None
     experts = [expert] if expert is not None and source.config.routes_by_task else None
     model = load_mote(source, experts, with_head=True)
     changed = function(model, *args, **kwargs)

@@ -15,11 +15,12 @@ from mote.checkpoints.cards import new_card, rewritten_card
 from mote.checkpoints.models import quiet_transformers
 from mote.checkpoints.options import WriteOptions
 from mote.checkpoints.plain import write_plainly
-from mote.checkpoints.provenance import read_steps, recorded_files, write_steps
+from mote.checkpoints.provenance import recorded_files, write_steps
 from mote.checkpoints.reading import Checkpoint, MoTECheckpoint, is_mote, open_checkpoint
 from mote.checkpoints.sentence_transformers import max_seq_length, write_sentence_transformer
 from mote.checkpoints.st_settings import Pipeline, Retrieval, retrieval_in
 from mote.checkpoints.staging import ModelStaging, refuse_occupied, refuse_source
+from mote.files import link
 from mote.remote.configuration_mote import MoTEConfig
 from mote.reporting import megabytes
 
@@ -63,20 +64,24 @@ class Repository:
         """
         in_place = out.resolve() == self.source.folder.resolve()
         size = sum(tensor.nbytes for tensor in self.model.state_dict().values())
-        with ThreadPoolExecutor(1) as thread, ModelStaging(out, options.overwrite, in_place) as folder:
+        changed = self.source.steps if in_place else None
+        with ThreadPoolExecutor(1) as thread, ModelStaging(out, options.overwrite, changed) as folder:
+            for file in self.source.weights if in_place else ():  # those that stay the same are not written again
+                link(file, folder / file.name)
             described = thread.submit(_provenance_of, [self.source, *self.others])  # reads them completely
             logger.info("Writing %s …", megabytes(size))
             self._write_model(folder, options.max_shard_size)
             details = self.after(folder) if self.after else {}
             *first, last = self.steps
             last = {**last, "sources": described.result(), **details}
-            steps = [*read_steps(self.source.folder), *first, last]
+            steps = [*self.source.steps, *first, last]
             self._write_card(folder, steps, repo_id)
             write_steps(steps, folder)
         logger.info("Wrote %s", out)
         if options.push:
             logger.info("Pushing to %s …", repo_id)
-            logger.info("Pushed: %s", hub.push(out, repo_id, recorded_files(out), options.private))
+            parent = self.source.revision if repo_id == self.source.name else None
+            logger.info("Pushed: %s", hub.push(out, repo_id, recorded_files(out), options.private, parent))
         if isinstance(self.model, PreTrainedModel):
             place = repo_id if options.push else str(out)
             logger.info("%s", how_to_load(place, self.model.config, retrieval_in(out)))

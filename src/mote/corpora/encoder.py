@@ -46,6 +46,7 @@ class Encoder:
             revision=self.commit,
             trust_remote_code=options.trust_remote_code,
             dtype=options.model_dtype,
+            task=getattr(options, "task", None),  # of `mote embed`
             device="meta" if options.engine == "ray" else device,
         )
         if options.max_length is not None:

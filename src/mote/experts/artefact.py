@@ -1,47 +1,31 @@
-"""Experts on disk: one expert extracted into a file of its own, and the list of a model's experts.
+"""Experts on disk: one expert's file, from a model or on its own, and the list of a model's experts.
 
 An expert is useless without the attention and the embeddings that it was trained with, its base. So its file holds a
 hash of the base, and it cannot be added to a model with another one.
 """
 
-import json
 import logging
-from collections.abc import Callable, Iterable
+import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING
+from safetensors.torch import load_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from mote import hub
-from mote.checkpoints.options import WriteOptions
-from mote.checkpoints.provenance import command_line, new_step, read_steps, recorded_files, write_steps
-from mote.checkpoints.reading import is_mote, open_mote
-from mote.checkpoints.staging import EXPERT_FILE, ModelStaging
-from mote.checkpoints.tensors import HEAD, MappedFiles, weight_name
-from mote.checkpoints.writing import require_writable
-from mote.experts.blocks import require_task_experts, require_uncompressed
-from mote.files import sha256_of
+from mote.checkpoints.reading import open_mote
+from mote.checkpoints.tensors import MappedFiles, weight_name
+from mote.experts.blocks import require_task_experts
+from mote.files import replaced, sha256_of
 from mote.remote.configuration_mote import MoTEConfig, require_known
 from mote.remote.modeling_mote import MoTEModel
+from mote.remote.weights_mote import base_hash, digest_of, group_of, read_header, read_index
 from mote.reporting import Report, millions, table
 
 logger = logging.getLogger(__name__)
-
-HEADER = "mote"  # entry of the file's metadata with the description, as JSON
-
-# Settings of token routing that affect what a model computes.
-_ROUTING = ("num_experts", "num_experts_per_tok", "norm_topk_prob", "shared_expert_bias")
-
-# Parts of the names of a backbone's settings that do not.
-_COSMETIC = (
-    *("architectures", "dtype", "transformers_version", "use_cache", "is_decoder", "tie_word_embeddings"),
-    *("dropout", "initializer", "classifier", "summary_", "label", "output_", "_implementation", "_name_"),
-)
 
 
 @dataclass(eq=False)
@@ -49,8 +33,8 @@ class ExpertArtefact:
     """An expert on disk.
 
     Attributes:
-        source: Hub id or folder, as the user gave it.
-        folder: Folder of its file.
+        source: Hub id, folder or file, as the user gave it.
+        file: Its file.
         revision: Commit hash, if it came from the Hub.
         name: Name of the expert.
         tasks: Tasks that the expert served.
@@ -59,7 +43,7 @@ class ExpertArtefact:
     """
 
     source: str
-    folder: Path
+    file: Path
     revision: str | None
     name: str
     tasks: list[str]
@@ -68,101 +52,83 @@ class ExpertArtefact:
 
     @property
     def public_name(self) -> str:
-        """Hub id, or the folder's name without its parents."""
-        return self.folder.resolve().name if self.revision is None else self.source
+        """Hub id and name of the expert, or the file's name."""
+        return self.file.name if self.revision is None else f"{self.source}:{self.name}"
 
     def provenance(self) -> dict[str, Any]:
         """Describe the artefact for `mote.json`."""
-        weights = {EXPERT_FILE: sha256_of(self.folder / EXPERT_FILE)}
+        weights = {self.file.name: sha256_of(self.file)}
         return {"name": self.public_name, "revision": self.revision, "weights": weights}
 
     def weights_for(self, model: MoTEModel) -> dict[str, torch.Tensor]:
         """Read the weights, named as in the dense model, for a MoTE in memory; an error if it has another base."""
-        state = model.state_dict()
-        found = base_hash(model.config, state, state.__getitem__)
+        found = base_of(model.config, model.state_dict())
         if found != self.base:
             raise ValueError(
                 f"The expert {self.name!r} of {self.source} has another base than {model.name_or_path or 'the model'}: "
                 f"{self.base} and {found}. What works: the MoTE that it was extracted from, or one in which only "
                 "experts were changed"
             )
-        return load_file(self.folder / EXPERT_FILE)
+        return {weight_name(key, model.config).dense: weight for key, weight in load_file(self.file).items()}
 
 
-def open_expert(src: str | Path, revision: str | None = None) -> ExpertArtefact:
-    """Open an expert that was extracted; its weights are not read.
+def open_expert(src: str | Path, name: str | None = None, revision: str | None = None) -> ExpertArtefact:
+    """Open one expert; its weights are not read.
 
     Args:
-        src: A folder, or an id on the Hub, which is downloaded.
+        src: A file of an expert, or a MoTE: a folder or an id on the Hub, from which only this expert is downloaded.
+        name: Name of the expert in a MoTE.
         revision: Branch, tag or commit on the Hub.
     """
-    folder, commit = hub.local_folder(src, revision), None
-    if folder is None:
-        folder = hub.fetch(str(src), revision, [EXPERT_FILE])
-        commit = folder.name  # the cache names a snapshot after its commit
-    with safe_open(folder / EXPERT_FILE, framework="pt") as file:  # which only an extracted expert has
-        description = json.loads(file.metadata()[HEADER])
-    return ExpertArtefact(str(src), folder, commit, **description)
+    file, commit = Path(src), None
+    if name is not None:
+        folder = hub.local_folder(src, revision)
+        if folder is None:
+            folder = hub.fetch(str(src), revision, [SAFE_WEIGHTS_INDEX_NAME])
+            commit = folder.name  # the cache names a snapshot after its commit
+        index = read_index(folder) or {"experts": {}}
+        require_known(name, index["experts"], f"expert with a file of its own in {src}:")
+        file = folder / index["experts"][name]
+        if commit is not None:
+            hub.fetch(str(src), commit, [file.name])
+    header = read_header(file)
+    if "name" not in header:
+        raise ValueError(f"{src} is not the file of an expert")
+    return ExpertArtefact(str(src), file, commit, **{key: header[key] for key in header if key != "id"})
 
 
 def open_word(word: str) -> str | ExpertArtefact:
-    """Open the extracted expert that a command-line word names: a folder of one, or a path or id with a slash.
+    """Open the expert that a command-line word names: a file, or `MODEL:EXPERT`.
 
     Any other word, the name of an expert, is returned unchanged.
     """
-    return open_expert(word) if "/" in word or (Path(word) / EXPERT_FILE).is_file() else word
+    src, _, name = word.rpartition(":")
+    if word.endswith(".safetensors"):
+        return open_expert(word)
+    return open_expert(src, name) if src else word
 
 
-def extract(
-    src: str, name: str, out: str | Path, options: WriteOptions | None = None, *, revision: str | None = None
-) -> Path:
-    """Write one expert of a MoTE as a file with its weights, tasks, instructions and base, and `mote.json`.
-
-    Only the weights of the expert are held in memory.
+def extract(src: str, name: str, out: str | Path, *, overwrite: bool = False, revision: str | None = None) -> Path:
+    """Copy one expert of a MoTE: a file with its weights and, in the header, its tasks, instructions and base.
 
     Args:
         src: A MoTE: a folder or an id on the Hub.
         name: Name of the expert.
-        out: Folder to write.
-        options: How the artefact is written.
+        out: File to write.
+        overwrite: Whether to replace an existing file.
         revision: Branch, tag or commit of a source on the Hub.
 
     Returns:
-        The folder.
+        The file.
     """
-    options, out = options or WriteOptions(), Path(out)
-    source = open_mote(src, revision)
-    config = source.config
-    repo_id = require_writable(out, options, source.folder)
-    if options.push:
-        hub.refuse_whole_model(repo_id)
-    require_task_experts(config)
-    require_uncompressed(config)
-    require_known(name, config.available_experts, "expert")
-    logger.info("Extracting the expert %s …", name)
-    files = MappedFiles(source.weights)
-    names = {key: weight_name(key, config) for key in files.stored}
-    tasks = [task for task, expert in config.tasks.items() if expert == name]
-    description = {
-        "name": name,
-        "tasks": tasks,
-        # Its own also if it is empty: a new expert may get the paper's instead.
-        "instructions": {task: config.instruction_of(task) for task in tasks if task in {name, *config.instructions}},
-        "base": base_hash(config, files.stored, files.__getitem__),
-    }
-    weights = {found.dense: files[key] for key, found in names.items() if found.expert == name}
-    command = command_line("experts", "extract", source.public_name, name, out=out.resolve())
-    with ModelStaging(out, options.overwrite) as folder:
-        # One entry, because several would be in random order.
-        save_file(weights, folder / EXPERT_FILE, metadata={HEADER: json.dumps(description, ensure_ascii=False)})
-        step = new_step("extract", command=command, sources=[source.provenance()], settings={"name": name})
-        write_steps([*read_steps(source.folder), step], folder)
+    out = Path(out)
+    if out.exists() and not overwrite:
+        raise FileExistsError(f"{out} exists: choose another file, or replace it with `--overwrite`")
+    expert = open_expert(src, name, revision)
+    with replaced(out) as temporary:
+        shutil.copyfile(expert.file, temporary)
     logger.info("Wrote %s", out)
-    if options.push:
-        logger.info("Pushing to %s …", repo_id)
-        pushed = hub.push(out, repo_id, recorded_files(out), options.private, what="an expert of a MoTE")
-        logger.info("Pushed: %s", pushed)
-    logger.info("mote experts add MODEL %s --name %s --out DIR", repo_id if options.push else out, name)
+    logger.info("mote experts add MODEL %s --name %s --out DIR", out, name)
     return out
 
 
@@ -220,35 +186,10 @@ def list_experts(src: str, *, revision: str | None = None) -> ExpertList:
         }
         for name in config.experts
     ]
-    return ExpertList(base_hash(config, files.stored, files.__getitem__), config.default_task, experts)
+    return ExpertList(base_of(config, files), config.default_task, experts)
 
 
-def base_hash(config: MoTEConfig, keys: Iterable[str], read: Callable[[str], torch.Tensor]) -> str:
-    """Hash the base of a MoTE's experts: shared weights, and the settings that determine how they are used.
-
-    The hash does not change when experts are trained, added, removed or renamed, or files are saved or sharded again.
-    `read` returns the weight of a key of the MoTE, one after another.
-    """
-    used = [_settings_of(config.backbone_config), config.mote_layer_indices, config.pooling]
-    digest = blake2b(json.dumps(used, sort_keys=True, default=str).encode(), digest_size=16)
-    for key in sorted(key for key in keys if not key.startswith(HEAD) and weight_name(key, config).expert is None):
-        weight = read(key).detach().cpu().contiguous()
-        digest.update(f"\0{key} {weight.dtype} {list(weight.shape)}\0".encode())
-        digest.update(weight.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def _settings_of(backbone: Any) -> list[Any]:
-    """Return the settings that affect what a backbone computes.
-
-    Those at their defaults do not count, so that a version of transformers that adds one leaves hashes unchanged.
-    """
-    if is_mote(backbone):  # token-routed
-        routing = [getattr(backbone, name) for name in _ROUTING]
-        return [*_settings_of(backbone.backbone_config), backbone.mote_layer_indices, *routing]
-    defaults = CONFIG_MAPPING[backbone.model_type]().to_dict()
-    changed = {name: value for name, value in backbone.to_dict().items() if value != defaults.get(name)}
-    return [
-        backbone.model_type,
-        {name: value for name, value in changed.items() if not any(part in name for part in _COSMETIC)},
-    ]
+def base_of(config: MoTEConfig, weights: Mapping[str, torch.Tensor]) -> str:
+    """Hash the base of the experts of a MoTE, whose weights are in memory or in files."""
+    shared = (key for key in weights if group_of(key, config) is None)
+    return base_hash(config, {key: digest_of(weights[key]) for key in shared})

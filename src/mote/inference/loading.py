@@ -36,14 +36,16 @@ def load(
     """
     from mote.checkpoints.reading import mote_class
     from mote.inference.offloading import check_settings, offload_others
+    from mote.remote.modeling_mote import HUB_ARGUMENTS
 
-    config = _mote_config(path, experts, **kwargs)
+    hub = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name)}
+    config = _mote_config(path, experts, **hub)
     model_class = mote_class(config.model_type, "model")
     if offload is None:
         return model_class.from_pretrained(path, experts=experts, **kwargs)
     check_settings(config, offload)
     model = model_class.from_pretrained(path, experts=config.available_experts[:keep], **kwargs)
-    offload_others(model, config.loaded_experts, offload, keep)
+    offload_others(model, config.loaded_experts, offload, keep, hub)
     return model
 
 
@@ -56,6 +58,7 @@ def load_encoder(
     device: str | None = None,
     dtype: str | None = None,
     trust_remote_code: bool = False,
+    task: str | None = None,
 ) -> "SentenceTransformer":
     """Load any Sentence-Transformers model of dense vectors, with all its weights.
 
@@ -68,18 +71,19 @@ def load_encoder(
             not read.
         dtype: Dtype of its weights. Default: the stored one.
         trust_remote_code: Whether to run the code in its repository or folder.
+        task: Task of all texts; of a MoTE, only its expert is loaded.
     """
     if is_sparse_encoder(path, revision):
         raise ValueError(f"{path} is a sparse encoder, but dense vectors are needed here")
     settings: Any = {"revision": revision, "device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
     if offload is None:
-        return _load(path, sparse=False, **settings)
+        return _load(path, sparse=False, **settings, task=task)
     from mote.inference.offloading import check_settings, offload_others
 
     config = _mote_config(path, revision=revision)
     check_settings(config, offload)
     encoder = _load(path, sparse=False, **settings, experts=config.available_experts[:keep])
-    offload_others(encoder[0].model, config.loaded_experts, offload, keep)
+    offload_others(encoder[0].model, config.loaded_experts, offload, keep, {"revision": revision})
     return encoder
 
 
@@ -112,11 +116,14 @@ def _load(
     device: str | None = None,
     dtype: str | None = None,
     trust_remote_code: bool = False,
+    task: str | None = None,
     **model_kwargs: Any,
 ) -> Any:
     """Load a model of Sentence-Transformers, and check that it has all its weights."""
     from sentence_transformers import SentenceTransformer, SparseEncoder
 
+    if task is not None and (expert := _expert_of(path, task, revision)):
+        model_kwargs["experts"] = [expert]
     if dtype:
         model_kwargs["dtype"] = dtype
     if device == "meta":
@@ -173,16 +180,30 @@ def is_sparse_encoder(path: str | os.PathLike, revision: str | None = None) -> b
         return False
 
 
-def _mote_config(path: str | os.PathLike, experts: Any = None, **kwargs: Any) -> "MoTEConfig":
+def _mote_config(path: str | os.PathLike, experts: Any = None, **hub: Any) -> "MoTEConfig":
     """Read the config of a MoTE with the installed class; raise `ValueError` if it is another model."""
     from transformers import PreTrainedConfig
 
     from mote.checkpoints.reading import MOTE_CLASSES, mote_class, require_mote
 
-    hub = {name: kwargs[name] for name in ("revision", "token", "cache_dir", "subfolder") if kwargs.get(name)}
     model_type = PreTrainedConfig.get_config_dict(path, **hub)[0].get("model_type", "")
     require_mote(path, model_type, model_type in MOTE_CLASSES)
     return mote_class(model_type, "config").from_pretrained(path, experts=experts, **hub)
+
+
+def _expert_of(path: str | os.PathLike, task: str, revision: str | None) -> str | None:
+    """Return the expert that serves a task; None if the model is no MoTE with task experts, or has no such task."""
+    from transformers import PreTrainedConfig
+
+    from mote.checkpoints.reading import MOTE_CLASSES, mote_class
+
+    try:
+        model_type = PreTrainedConfig.get_config_dict(path, revision=revision)[0].get("model_type", "")
+    except OSError:  # a model that is not of transformers
+        return None
+    if model_type not in MOTE_CLASSES or not mote_class(model_type, "config").routes_by_task:
+        return None
+    return _mote_config(path, revision=revision).available_tasks.get(task)
 
 
 def task_arguments(encoder: "SentenceTransformer | SparseEncoder", task: str) -> dict[str, Any]:

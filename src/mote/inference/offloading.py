@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import nn
 from mote.experts.blocks import require_plain_weights, require_task_experts, set_experts
 from mote.inference.stores import CpuStore, DiskStore
 from mote.remote.configuration_mote import MoTEConfig, require_known
+from mote.remote.weights_mote import find_files, read_index
 
 if TYPE_CHECKING:
     from mote.remote.modeling_mote import MoTEModel
@@ -63,9 +65,14 @@ def restore(model: "MoTEModel") -> None:
         model.offloading.restore(model)
 
 
-def offload_others(model: "MoTEModel", loaded_experts: list[str] | None, to: str, keep: int) -> None:
+def offload_others(
+    model: "MoTEModel", loaded_experts: list[str] | None, to: str, keep: int, hub: Mapping[str, Any]
+) -> None:
     """Offload a model that was loaded with its first `keep` experts; `loaded_experts` are those of its config then."""
     _require_offloadable(model)
+    folder, experts = Path(model.weight_files[0]).parent, loaded_experts or model.config.experts
+    if read_index(folder):
+        model.weight_files = tuple(find_files(str(model.name_or_path), folder, experts, **hub))
     store = DiskStore(model.weight_files)
     _require_stored(_weights_of_experts(model), store)
     model.config.loaded_experts = loaded_experts

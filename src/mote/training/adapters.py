@@ -72,7 +72,6 @@ def share_weights(model: Any) -> None:
         copies = {name: expert if name == loaded else copy.deepcopy(expert, {**kept}) for name in model.config.experts}
         set_experts(block, copies)
     model.config.loaded_experts = None
-    model.unwanted_weights = ""
 
 
 def unshare_weights(model: Any) -> None:

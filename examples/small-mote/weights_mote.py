@@ -1,0 +1,271 @@
+"""The files with the weights of a saved MoTE: one for what all experts share, and one for each expert.
+
+    model-base-<id>.safetensors               what all experts share; numbered files above `max_shard_size`
+    model-expert-<name>-<id>.safetensors      an expert: its weights, and in the header what it is for
+    model-head-<id>.safetensors               a head for masked language modelling, if there is one
+    model.safetensors.index.json              the standard index: weight → file
+
+An id is made from the contents. So the same expert is the same file, byte for byte, whatever becomes of the others, and
+new contents get a new name: until the index is replaced, which is last, a folder holds the old model.
+
+An expert is useless without the shared weights that it was trained with, its base. So the header of each file has a
+hash of the base, and files of several models are never mixed in silence.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import CONFIG_MAPPING
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
+from transformers.utils.hub import cached_files
+
+from .configuration_mote import MoTEConfig
+
+HEADER = "mote"  # entry of a file's metadata, and of the index's
+HEAD = "head."  # prefix of the weights of a head
+_OWN_FILES = re.compile(r"model(-(base|expert|head)-.*|-\d{5}-of-\d{5})?\.safetensors")
+
+# Settings of token routing that affect what a model computes.
+_ROUTING = ("num_experts", "num_experts_per_tok", "norm_topk_prob", "shared_expert_bias")
+
+# Parts of the names of a backbone's settings that do not.
+_COSMETIC = (
+    *("architectures", "dtype", "transformers_version", "use_cache", "is_decoder", "tie_word_embeddings"),
+    *("dropout", "initializer", "classifier", "summary_", "label", "output_", "_implementation", "_name_"),
+)
+
+
+def group_of(key: str, config: MoTEConfig) -> str | None:
+    """Return the expert that a weight belongs to, `"head."` for a weight of the head, None for one of the base."""
+    if key.startswith(HEAD):
+        return HEAD
+    found = re.search(r"\.experts\.([^.]+)\.", key)
+    return found[1] if found is not None and config.routes_by_task and found[1] in config.experts else None
+
+
+# Reading -------------------------------------------------------------------------------------------------------------
+
+
+def read_index(folder: Path) -> dict[str, Any] | None:
+    """Read an index: the hash `base`, the files `shared`, `head` and `experts` (by name), and the `weight_map`.
+
+    None if there is none, or the weights are laid out in another way.
+    """
+    path = folder / SAFE_WEIGHTS_INDEX_NAME
+    index = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"metadata": {}}
+    own = index["metadata"].get(HEADER)
+    return own and {**own, "weight_map": index["weight_map"]}
+
+
+def files_of(index: Mapping[str, Any], experts: Iterable[str], head: bool = True) -> list[str]:
+    """Name the files that hold some experts, and what they share."""
+    return [*index["shared"], *(index["head"] if head else []), *(index["experts"][name] for name in experts)]
+
+
+def read_header(file: str | Path) -> dict[str, Any]:
+    """Read what the header of a file says: `id`, `base` and, of an expert, `name`, `tasks` and `instructions`."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return json.loads((opened.metadata() or {}).get(HEADER, "{}"))
+    except SafetensorError as error:
+        raise ValueError(f"{file} cannot be read: is it truncated? {error}") from error
+
+
+def find_index(name: str | os.PathLike, **hub: Any) -> Path | None:
+    """Find the index of a folder or a repository on the Hub, whose other files are not downloaded."""
+    try:
+        found = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False, **hub)
+    except OSError:  # out of reach, which loading the model reports
+        return None
+    return Path(found) if found and read_index(Path(found).parent) else None
+
+
+def find_files(name: str, folder: Path, experts: list[str], head: bool = True, **hub: Any) -> list[str]:
+    """Find the files of some experts, and of what they share, beside an index; download them if that is in the cache.
+
+    Raises:
+        OSError: If files are not there.
+        ValueError: If a file belongs to another model.
+    """
+    index: Any = read_index(folder)
+    files, problem = files_of(index, [expert for expert in experts if expert in index["experts"]], head), None
+    if not Path(name).is_dir():
+        try:
+            cached_files(name, files, **hub)
+        except OSError as error:
+            problem = error
+    missing = [repr(expert) for expert in experts if not (folder / index["experts"].get(expert, "-")).is_file()]
+    if missing or problem is not None:
+        lost = f"the experts {', '.join(missing)}" if missing else "what the experts share"
+        raise OSError(f"{name} lacks the files of {lost} in {folder}") from problem
+    for file in files:
+        header = read_header(folder / file)
+        if header.get("base") != index["base"] or not file.endswith(f"-{header.get('id')}.safetensors"):
+            raise ValueError(f"{folder / file} does not belong to this model: get the file that its index lists")
+    return [str(folder / file) for file in files]
+
+
+# Writing -------------------------------------------------------------------------------------------------------------
+
+
+class WeightFiles:
+    """The files that a model's weights are to be written to.
+
+    Args:
+        weights: Weights by key; each is read several times.
+        config: The config of the model.
+        folder: Folder to write to.
+        max_shard_size: Largest size of a file with shared weights.
+        digests: Results of `digest_of` by key, if they are known.
+        previous: Folder with the index of the model that is replaced; experts that only that one has are kept.
+
+    Raises:
+        ValueError: If experts in the folder, which are not in the model, could not be kept.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, torch.Tensor],
+        config: MoTEConfig,
+        folder: Path,
+        max_shard_size: int | str = "50GB",
+        digests: Mapping[str, str] | None = None,
+        previous: Path | None = None,
+    ) -> None:
+        self.weights, self.folder, self.previous = weights, folder, previous or folder
+        self.digests = digests or {key: digest_of(weights[key]) for key in weights}
+        groups: dict[str | None, list[str]] = {None: []}
+        for key in weights:
+            groups.setdefault(group_of(key, config), []).append(key)
+        self.base = base_hash(config, {key: self.digests[key] for key in groups[None]})
+        sizes = {key: weights[key].to("meta") for key in groups.pop(None)}
+        shards = split_torch_state_dict_into_shards(
+            sizes, filename_pattern="model-base{suffix}.safetensors", max_shard_size=max_shard_size
+        )
+        self.headers: dict[str, str] = {}  # file → what its header says
+        self.keys: dict[str, list[str]] = {}  # file → its weights
+        shared = [self._add(Path(file).stem, keys) for file, keys in shards.filename_to_tensors.items()]
+        head = [self._add("model-head", groups.pop(HEAD))] if HEAD in groups else []
+        experts = {name: self._add(_stem(name), keys, describe(config, name)) for name, keys in groups.items() if name}
+        self.weight_map = {key: name for name, keys in self.keys.items() for key in keys}
+        kept = self._keep([name for name in config.experts if name not in config.available_experts])
+        self.index: dict[str, Any] = {"base": self.base, "shared": shared, "head": head, "experts": experts | kept}
+        self.loaded_experts: list[str] | None = [name for name in config.experts if name in self.index["experts"]]
+        if not config.routes_by_task or self.loaded_experts == config.experts:
+            self.loaded_experts = None
+
+    def _add(self, stem: str, keys: list[str], description: Mapping[str, Any] | None = None) -> str:
+        """Plan a file; return its name."""
+        header = {"base": self.base, **(description or {})}
+        contents = [header, sorted((key, self.digests[key]) for key in keys)]
+        header["id"] = blake2b(json.dumps(contents, sort_keys=True).encode(), digest_size=8).hexdigest()
+        name = f"{stem}-{header['id']}.safetensors"
+        self.headers[name], self.keys[name] = json.dumps(header, sort_keys=True), keys
+        return name
+
+    def _keep(self, others: list[str]) -> dict[str, str]:
+        """Return the files of experts that the replaced model has, but this one does not; list their weights."""
+        index = read_index(self.previous) if others else None
+        if index is None:
+            lost = others if any(_OWN_FILES.fullmatch(path.name) for path in self.previous.iterdir()) else []
+        else:
+            found = {name: index["experts"][name] for name in others if name in index["experts"]}
+            if index["base"] == self.base:
+                old = index["weight_map"].items()
+                self.weight_map |= {key: file for key, file in old if file in found.values()}
+                return found
+            lost = [*found]
+        if lost:
+            raise ValueError(
+                f"{self.previous} also holds the experts {', '.join(lost)}, which were not loaded, and would be lost: "
+                "they do not fit other shared weights, or are in one file with others. Choose another folder"
+            )
+        return {}
+
+    def write(self) -> None:
+        """Write what is new, then the index; remove files that no longer belong to the model."""
+        for name, keys in self.keys.items():
+            if not (self.folder / name).exists():
+                self._write(self.folder / name, {key: self.weights[key].contiguous() for key in keys})
+        index = {"metadata": {HEADER: self.index}, "weight_map": self.weight_map}
+        path = self.folder / SAFE_WEIGHTS_INDEX_NAME
+        temporary = path.with_name(f".writing-{path.name}")
+        temporary.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        temporary.replace(path)
+        listed = {*self.weight_map.values()}
+        for file in self.folder.glob("model*.safetensors"):
+            if _OWN_FILES.fullmatch(file.name) and file.name not in listed:
+                file.unlink(missing_ok=True)
+
+    def _write(self, path: Path, weights: dict[str, torch.Tensor]) -> None:
+        temporary = path.with_name(f".writing-{path.name}")
+        try:
+            save_file(weights, temporary, metadata={"format": "pt", HEADER: self.headers[path.name]})
+            with temporary.open("r+b") as file:  # the library writes several entries in random order
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(length))
+                header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+                file.seek(8)
+                file.write(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(length))
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _stem(expert: str) -> str:
+    """Begin the name of an expert's file, on any file system; its id tells apart what is alike here."""
+    return f"model-expert-{re.sub('[^a-z0-9_-]', '-', expert.lower())[:80]}"
+
+
+def describe(config: MoTEConfig, expert: str) -> dict[str, Any]:
+    """Return what an expert's header says: its name, the tasks that it serves, and their instructions."""
+    tasks = [task for task, served_by in config.tasks.items() if served_by == expert]
+    # Its own also if it is empty: another model may get the paper's instead.
+    own = {task: config.instruction_of(task) for task in tasks if task in {expert, *config.instructions}}
+    return {"name": expert, "tasks": tasks, "instructions": own}
+
+
+def digest_of(weight: torch.Tensor) -> str:
+    """Hash a tensor: its dtype, shape and values."""
+    digest = blake2b(f"{weight.dtype} {list(weight.shape)}\0".encode(), digest_size=16)
+    digest.update(weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def base_hash(config: MoTEConfig, digests: Mapping[str, str]) -> str:
+    """Hash the base of a MoTE's experts: shared weights, and the settings that determine how they are used.
+
+    The hash does not change when experts are trained, added, removed or renamed, or files are saved or sharded again.
+
+    Args:
+        config: The config of the MoTE.
+        digests: Results of `digest_of`, by the keys of its weights. Those of experts and head do not count.
+    """
+    used = [_settings_of(config.backbone_config), config.mote_layer_indices, config.pooling]
+    shared = sorted((key, digest) for key, digest in digests.items() if group_of(key, config) is None)
+    return blake2b(json.dumps([used, shared], sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+
+
+def _settings_of(backbone: Any) -> list[Any]:
+    """Return the settings that affect what a backbone computes.
+
+    Those at their defaults do not count, so that a version of transformers that adds one leaves hashes unchanged.
+    """
+    if hasattr(backbone, "routes_by_task"):  # token-routed
+        routing = [getattr(backbone, name) for name in _ROUTING]
+        return [*_settings_of(backbone.backbone_config), backbone.mote_layer_indices, *routing]
+    defaults = CONFIG_MAPPING[backbone.model_type]().to_dict()
+    changed = {name: value for name, value in backbone.to_dict().items() if value != defaults.get(name)}
+    return [
+        backbone.model_type,
+        {name: value for name, value in changed.items() if not any(part in name for part in _COSMETIC)},
+    ]
