@@ -16,7 +16,8 @@ Models", Findings of ACL 2025 (arXiv:2506.17781).
 import copy
 import inspect
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -393,10 +394,16 @@ class MoTEModel(PreTrainedModel):
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Push to the Hub. Experts that the repository has, but that were not loaded, stay there."""
         hub = {key: kwargs[key] for key in ("token", "revision") if kwargs.get(key)}
-        index = find_index(args[0] if args else kwargs["repo_id"], **hub)
+        with self.replacing(args[0] if args else kwargs["repo_id"], **hub):
+            return super().push_to_hub(*args, **kwargs)
+
+    @contextmanager
+    def replacing(self, repo_id: str | None, **hub: Any) -> Iterator[None]:
+        """Within the context, save what is to replace the model in a repository: keep experts that were not loaded."""
+        index = find_index(repo_id, **hub) if repo_id and self.config.loaded_experts else None
         self.replaced = index and index.parent
         try:
-            return super().push_to_hub(*args, **kwargs)
+            yield
         finally:
             self.replaced = None
 

@@ -86,10 +86,8 @@ def main() -> None:
         model.save(str(out / "trained"))
 
         # An extracted expert can be added to any MoTE with the same base.
-        artefact = mote.experts.extract(str(out / "trained"), "trivia", out / "trivia-expert")
-        expert, whole = (
-            sum(file.stat().st_size for file in folder.glob("*.safetensors")) for folder in (artefact, larger)
-        )
+        artefact = mote.experts.extract(str(out / "trained"), "trivia", out / "trivia.safetensors")
+        expert, whole = artefact.stat().st_size, sum(file.stat().st_size for file in larger.glob("*.safetensors"))
         print(f"the extracted expert: {expert / 1e6:.1f} MB, the whole model: {whole / 1e6:.1f} MB")
         mote.transform(finished, out / "received", mote.experts.add, "trivia", mote.experts.open_expert(artefact))
         received = SentenceTransformer(str(out / "received"), trust_remote_code=True)

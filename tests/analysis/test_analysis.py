@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.checkpoints import dense_checkpoint, edit_weights, trusted
+from helpers.checkpoints import dense_checkpoint, edit_weights, tensors_of, trusted
 from helpers.paths import SMALL_ENCODER
-from safetensors.torch import load_file
 from scipy.spatial.distance import jensenshannon
 from scipy.special import rel_entr, softmax
 from scipy.stats import ttest_ind
@@ -180,7 +179,7 @@ def test_siamese_and_separate_models_are_compared_over_pairs(
 
 def test_a_known_change_is_measured(upcycled: Path, dense: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(upcycled, tmp_path / "changed")
-    weights = load_file(folder / "model.safetensors")
+    weights = tensors_of(folder)
     layer, changed = "backbone.encoder.layer.1.", {}
     for expert, factor in (("clustering", 1.0), ("search_query", -2.0)):
         key = f"{layer}experts.{expert}.intermediate.dense.weight"
@@ -216,7 +215,7 @@ def test_prompts_may_be_reworded_and_experts_absent(trained_folder: Path, tmp_pa
 
 def test_a_dense_model_changes_as_one_expert(dense: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(dense, tmp_path / "tuned")
-    weights = load_file(folder / "model.safetensors")
+    weights = tensors_of(folder)
     key = "embeddings.word_embeddings.weight"
     edit_weights(folder, **{key: weights[key] * 2})
     change = weight_change_of(str(folder), str(dense))
@@ -242,7 +241,7 @@ def test_task_experts_that_are_token_routed(token_routed: Path, hierarchical: Pa
     assert (change.shared, change.outside) == ([0.0, 0.0], 0.0)
     folder = shutil.copytree(hierarchical, tmp_path / "trained")
     key = "backbone.backbone.encoder.layer.1.experts.clustering.feed_forward.router.weight"
-    edit_weights(folder, **{key: load_file(folder / "model.safetensors")[key] * 2})
+    edit_weights(folder, **{key: tensors_of(folder)[key] * 2})
     change = weight_change_of(str(folder), str(token_routed))
     assert {name for name, relative in change.overall.items() if relative} == {"clustering"}
     half = upcycle(str(token_routed), tmp_path / "half", layers=[0])
@@ -252,9 +251,9 @@ def test_task_experts_that_are_token_routed(token_routed: Path, hierarchical: Pa
 def test_a_dense_start_has_no_pooling_by_attention(dense: Path, tmp_path: Path) -> None:
     folder = upcycle(str(dense), tmp_path / "attentive", pooling="latent_attention")
     assert weight_change_of(str(folder), str(dense)).outside == 0.0
-    key = next(key for key in load_file(folder / "model.safetensors") if key.startswith("pooling."))
+    key = next(key for key in tensors_of(folder) if key.startswith("pooling."))
     changed = shutil.copytree(folder, tmp_path / "changed")
-    edit_weights(changed, **{key: load_file(folder / "model.safetensors")[key] + 1})
+    edit_weights(changed, **{key: tensors_of(folder)[key] + 1})
     assert (weight_change_of(str(changed), str(folder)).outside or 0) > 0
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.attention_pooling import states_by_hand
-from helpers.checkpoints import edit_json, llama_tokenizer, published_nv_embed, read_json
+from helpers.checkpoints import edit_json, llama_tokenizer, published_nv_embed, read_json, tensors_of
 from helpers.families import dense_model, difference
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
@@ -34,10 +34,6 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def converted(published: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return upcycle(str(published), tmp_path_factory.mktemp("converted") / "mote")
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {key: value for file in sorted(folder.glob("*.safetensors")) for key, value in load_file(file).items()}
 
 
 def reference(folder: Path, input_ids: torch.Tensor, pooled: slice) -> torch.Tensor:
@@ -78,7 +74,7 @@ def test_queries_and_passages(published: Path, converted: Path) -> None:
 
 
 def test_every_tensor_is_used(published: Path, converted: Path) -> None:
-    before, after = tensors_of(published), load_file(converted / "model.safetensors")
+    before, after = tensors_of(published), tensors_of(converted)
     assert len(before) == len(after)
     first, second = (sum(one.double().sum() for one in tensors.values()) for tensors in (before, after))
     assert first == pytest.approx(second)

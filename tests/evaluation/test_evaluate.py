@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import edit_json, edit_weights
+from helpers.checkpoints import edit_json, edit_weights, tensors_of
 from helpers.paths import ROOT, SMALL_ENCODER
 from helpers.rows import read_rows, write_rows
-from safetensors.torch import load_file
 
 pytest.importorskip("mteb")
 
@@ -38,7 +37,7 @@ META = EvaluatedModel("small", str(SMALL_ENCODER), None, EvaluateOptions()).meta
 
 def changed_encoder(folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:
     shutil.copytree(SMALL_ENCODER, folder, dirs_exist_ok=True)
-    weights = load_file(SMALL_ENCODER / "model.safetensors")
+    weights = tensors_of(SMALL_ENCODER)
     edit_weights(folder, **{name: change(name, weight).contiguous() for name, weight in weights.items()})
     return folder
 

@@ -8,9 +8,8 @@ import pytest
 
 pytest.importorskip("mteb")
 
-from helpers.checkpoints import dense_checkpoint, edit_weights
+from helpers.checkpoints import dense_checkpoint, edit_weights, tensors_of
 from helpers.rows import write_retrieval_dataset
-from safetensors.torch import load_file
 from sentence_transformers import SparseEncoder
 from sklearn.metrics import ndcg_score
 
@@ -49,7 +48,7 @@ def test_a_sparse_encoder_is_scored(tmp_path: Path) -> None:
     assert 0 < expected < 100
     assert found.scores["model"] == {"beir-words": pytest.approx(expected, abs=1e-3)}
     name = "head.cls.predictions.transform.dense.bias"
-    edit_weights(folder, **{name: load_file(folder / "model.safetensors")[name] * float("nan")})
+    edit_weights(folder, **{name: tensors_of(folder)[name] * float("nan")})
     broken = evaluate({"model": str(folder)}, data=data, out=tmp_path / "out", trust_remote_code=True)
     assert "not finite" in broken.failures["model"]["beir-words"]
 

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import assert_same, edit_json, edit_weights, files_in, read_json, tiny_tokenizer, trusted
+from helpers.checkpoints import (
+    assert_same,
+    edit_json,
+    edit_weights,
+    files_in,
+    read_json,
+    tensors_of,
+    tiny_tokenizer,
+    trusted,
+)
 from helpers.families import all_families, batch, make_different, trained_mote
 from helpers.kills import stop_everywhere
 from helpers.on_disk import add, base_hash, hidden
@@ -168,7 +177,7 @@ def test_the_base_hash_knows_the_base_again(upcycled: Path, dense: Path, tmp_pat
 
 def changed_attention(folder: Path) -> None:
     key = "backbone.encoder.layer.0.shared.attention.self.query.bias"
-    edit_weights(folder, **{key: load_file(folder / "model.safetensors")[key] + 1e-6})
+    edit_weights(folder, **{key: tensors_of(folder)[key] + 1e-6})
 
 
 def other_type(folder: Path) -> None:

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.checkpoints import contents, edit_json, files_in, read_json
+from helpers.checkpoints import contents, edit_json, files_in, read_json, tensors_of
 from helpers.kills import stop_everywhere
 from helpers.on_disk import add, base_hash, hidden, last_hidden, merge
-from safetensors.torch import load_file
 
 import mote
 from mote import WriteOptions, upcycle
@@ -22,7 +21,7 @@ from mote.remote.modeling_mote import MoTEModel
 @pytest.mark.long
 def test_merging(tiny_mote: Path, with_legal: Path, legal: Path, tmp_path: Path) -> None:
     out = merge(tiny_mote, {"search_query": 1, str(legal): 3}, "both", tmp_path / "out", tasks=["x", "y"])
-    weights, whole = (load_file(folder / "model.safetensors") for folder in (out, with_legal))
+    weights, whole = (tensors_of(folder) for folder in (out, with_legal))
     for key, weight in weights.items():
         if ".experts.both." in key:
             query, other = (whole[key.replace("both", name)].double() for name in ("search_query", "legal"))

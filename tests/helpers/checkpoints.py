@@ -145,10 +145,19 @@ def edit_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
 
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights in all safetensors files of a model."""
+    return {key: value for file in sorted(folder.glob("model*.safetensors")) for key, value in load_file(file).items()}
+
+
 def edit_weights(folder: Path, **changes: torch.Tensor | None) -> None:
-    """Add, replace or take out (None) tensors of a model.safetensors; `__` in a keyword stands for a dot."""
-    weights = load_file(folder / "model.safetensors")
-    weights.update({key.replace("__", "."): value for key, value in changes.items()})
+    """Add, replace or take out (None) tensors, in one file, as before there was one for each expert.
+
+    `__` in a keyword stands for a dot.
+    """
+    weights = tensors_of(folder) | {key.replace("__", "."): value for key, value in changes.items()}
+    for file in folder.glob("model*.safetensors*"):
+        file.unlink()
     kept = {key: value for key, value in weights.items() if value is not None}
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
 

@@ -13,11 +13,9 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 from datasets import Dataset
-from helpers.checkpoints import assert_same
+from helpers.checkpoints import assert_same, tensors_of
 from helpers.paths import EXAMPLE_DATA
-from safetensors.torch import load_file
 
 from mote.checkpoints.provenance import read_steps
 from mote.reporting import HOW_TO_RESUME
@@ -49,12 +47,8 @@ def overrides(source: Path, data: Path, out: Path, *more: str) -> list[str]:
     ]
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
 def assert_same_weights(found: Path, expected: Path) -> None:
-    assert_same(weights(found), weights(expected))
+    assert_same(tensors_of(found), tensors_of(expected))
 
 
 def train_step(folder: Path) -> dict[str, Any]:

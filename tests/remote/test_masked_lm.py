@@ -16,12 +16,12 @@ from helpers.checkpoints import (
     published_nomic,
     published_nomic_moe,
     read_json,
+    tensors_of,
     tiny_tokenizer,
     to_bin,
     trusted,
 )
 from helpers.families import FAMILIES, VOCAB_SIZE, batch, dense_model, difference, family, real_difference
-from safetensors.torch import load_file
 from torch.nn import functional as F  # noqa: N812
 from transformers import AutoModel, AutoModelForMaskedLM, pipeline
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
@@ -168,7 +168,7 @@ def test_the_folder(folder: Path, headless: Path) -> None:
     config, other = (read_json(one / "config.json") for one in (folder, headless))
     own = {"AutoModelForMaskedLM": "masked_lm_mote.MoTEForMaskedLM"}
     assert config == {**other, "architectures": ["MoTEForMaskedLM"], "auto_map": {**other["auto_map"], **own}}
-    weights, others = (load_file(one / "model.safetensors") for one in (folder, headless))
+    weights, others = (tensors_of(one) for one in (folder, headless))
     assert_same({name: weight for name, weight in weights.items() if not name.startswith("head.")}, others)
     assert "AutoModelForMaskedLM" in (folder / "README.md").read_text()
     assert "AutoModelForMaskedLM" not in (headless / "README.md").read_text()
@@ -254,7 +254,7 @@ def test_verbs_that_make_another_model_say_that_the_head_is_left_out(
     out = transform(folder, tmp_path / "out", function, **arguments)
     assert "The head for masked language modelling is dropped: the result only embeds texts" in caplog.messages
     assert files_in(out) == files_in(expected)
-    assert_same(*(load_file(one / "model.safetensors") for one in (out, expected)))
+    assert_same(*(tensors_of(one) for one in (out, expected)))
     assert read_json(out / "config.json") == read_json(expected / "config.json")
 
 

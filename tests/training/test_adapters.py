@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import dense_checkpoint
+from helpers.checkpoints import dense_checkpoint, tensors_of
 from helpers.families import EXPERTS, all_families, batch, dense_model, difference, mote_config
-from helpers.runs import assert_same_weights, break_off, overrides, plan, weights
+from helpers.runs import assert_same_weights, break_off, overrides, plan
 from peft import PeftModel
-from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer, SparseEncoder
 from transformers import AutoModel
 
@@ -143,7 +142,7 @@ def test_only_one_expert(tiny_mote: Path, data: Path, tmp_path: Path) -> None:
     only = "tasks={topics: {anchor: clustering, batches: homogeneous, datasets: [clustering/*]}}"
     settings = overrides(tiny_mote, data, tmp_path / "run", *FAST, LORA, only, "training.only_experts=[clustering]")
     model = train("mote", settings)
-    before, after = weights(tiny_mote), weights(model)
+    before, after = tensors_of(tiny_mote), tensors_of(model)
     moved = {key for key in after if not torch.equal(after[key], before[key])}
     assert moved
     assert all(".experts.clustering." in key for key in moved)
@@ -169,7 +168,7 @@ def test_modules_in_full_and_half_precision(tiny: Path, data: Path, tmp_path: Pa
     run.train()
     after = {name: weight.clone() for name, weight in trained_weights(network).items()}
     run.finish(run.scores())
-    dense, written = load_file(tiny / "model.safetensors"), weights(tmp_path / "run/model")
+    dense, written = tensors_of(tiny), tensors_of(tmp_path / "run/model")
     embeddings = "embeddings.word_embeddings.weight"
     assert (written[embeddings] - dense[embeddings]).abs().max() > 0.01
     for key in written.keys() - {embeddings}:  # the source as it is, not rounded, and what was learned
@@ -233,7 +232,7 @@ def test_two_stages(data: Path, tmp_path: Path) -> None:
     run = TrainingRun("nv-stage2", settings).prepare()
     backbone = network_of(run.model).backbone
     assert backbone.config.is_causal is False
-    stored, experts = weights(first), backbone.layers[0].experts
+    stored, experts = tensors_of(first), backbone.layers[0].experts
     for expert in experts.values():
         layer = expert.mlp.down_proj.base_layer.weight
         assert torch.equal(layer, stored["layers.0.mlp.down_proj.weight"].bfloat16())

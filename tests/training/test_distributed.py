@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.checkpoints import dense_checkpoint
+from helpers.checkpoints import dense_checkpoint, tensors_of
 from helpers.paths import EXAMPLE_DATA, ROOT, SMALL_ENCODER
 from helpers.runs import (
     assert_same_weights,
@@ -19,7 +19,6 @@ from helpers.runs import (
     overrides,
     read_log,
     train_step,
-    weights,
 )
 
 from mote import upcycle
@@ -84,7 +83,7 @@ def run(processes: int, out: Path, words: Sequence[str], *, fsdp: bool = False, 
 
 
 def trained(folder: Path, *names: str) -> list[dict[str, torch.Tensor]]:
-    return [weights(folder / name / "run" / "model") for name in names]
+    return [tensors_of(folder / name / "run" / "model") for name in names]
 
 
 def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -152,7 +151,7 @@ def test_two_processes_train_the_adapters_of_one(data: Path, tmp_path: Path) -> 
         out = tmp_path / str(processes) / "run"
         run(processes, out, settings(data, out, *ADAPTERS))
     one, two = trained(tmp_path, "1", "2")
-    start = weights(upcycle(str(SMALL_ENCODER), tmp_path / "start"))
+    start = tensors_of(upcycle(str(SMALL_ENCODER), tmp_path / "start"))
     assert difference(one, two) <= 1e-6
     assert difference(one, start) > 1e-4
 
@@ -219,7 +218,7 @@ def test_one_process_replicas_and_parts(recipe: str, more: tuple[str, ...], data
     assert one.keys() == replicas.keys() == parts.keys()
     assert difference(one, replicas) <= 1e-6
     assert difference(one, parts) <= 1e-6
-    start = weights(upcycle(str(SMALL_ENCODER), tmp_path / "start", experts=["search_query", "search_document"]))
+    start = tensors_of(upcycle(str(SMALL_ENCODER), tmp_path / "start", experts=["search_query", "search_document"]))
     assert difference(one, start) > 1e-4
 
 

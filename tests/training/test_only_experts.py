@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.checkpoints import dense_checkpoint
+from helpers.checkpoints import dense_checkpoint, tensors_of
 from helpers.paths import EXAMPLE_DATA
 from helpers.runs import overrides, plan
-from safetensors.torch import load_file
 
 import mote
 from mote import upcycle
@@ -40,7 +39,7 @@ def settings(source: Path, out: Path, *more: str, tasks: str = LEGAL) -> list[st
 )
 def test_only_the_new_expert_moves(tasks: str, how: str, source: Path, tmp_path: Path) -> None:
     model = train("mote", settings(source, tmp_path / "run", how, tasks=tasks))
-    before, after = (load_file(folder / "model.safetensors") for folder in (source, model))
+    before, after = (tensors_of(folder) for folder in (source, model))
     assert before.keys() == after.keys()
     moved = {key for key, weight in after.items() if not torch.equal(weight, before[key])}
     of_legal = {key for key in after if ".experts.legal." in key}

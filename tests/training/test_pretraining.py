@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.checkpoints import dense_checkpoint, files_in
+from helpers.checkpoints import dense_checkpoint, files_in, tensors_of
 from helpers.families import batch
 from helpers.kills import kill_at_random
 from helpers.paths import EXAMPLE_DATA, ROOT
-from helpers.runs import assert_same_weights, break_off, environment, kill_after, launcher, read_log, weights
+from helpers.runs import assert_same_weights, break_off, environment, kill_after, launcher, read_log
 from torch import nn
 from transformers import AutoModelForMaskedLM
 
@@ -82,7 +82,7 @@ def test_contextual_auto_encoding(whole: Callable[..., Path]) -> None:
     run = whole("cot-mae", *COT_MAE)
     model = AutoModelForMaskedLM.from_pretrained(run / "model", trust_remote_code=True)
     assert model.config.pooling == "cls"
-    trained = weights(run / "model")
+    trained = tensors_of(run / "model")
     assert not [name for name in trained if "decoder" in name]
     step = read_steps(run / "model")[-1]
     assert step["training_sets"] == {"cot-mae": {"steps": 6, "rows": 96}}
@@ -215,7 +215,7 @@ def test_variants(name: str, more: list[str], rows: int, source: Path, tmp_path:
     assert read_steps(model)[-1]["training_sets"]["cot-mae"]["rows"] == rows
     loaded = AutoModelForMaskedLM.from_pretrained(model, trust_remote_code=name != "cot-mae-spans")
     if "model.shared_modules=[]" in more:  # attention, too: only embeddings and head are shared
-        assert all(".experts." in key for key in weights(model) if ".layer." in key)
+        assert all(".experts." in key for key in tensors_of(model) if ".layer." in key)
     if name == "cot-mae-spans":
         assert type(loaded).__name__ == "BertForMaskedLM"
 

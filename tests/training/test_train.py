@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import dense_checkpoint, edit_json, edit_weights
+from helpers.checkpoints import dense_checkpoint, edit_json, edit_weights, tensors_of
 from helpers.inference_server import read_as_server
 from helpers.paths import SMALL_ENCODER
 from helpers.runs import (
@@ -22,7 +22,6 @@ from helpers.runs import (
     overrides,
     read_log,
     train_step,
-    weights,
 )
 from sentence_transformers import SentenceTransformer, SparseEncoder
 
@@ -168,7 +167,7 @@ def test_experts_without_data_stay_as_they_were(data: Path, tmp_path: Path) -> N
     others = ["tasks.classification=null", "tasks.clustering=null"]
     recipe = load_recipe("mote", of_encoder(data, tmp_path / "run", *others))
     start = build_model(recipe, open_checkpoint(recipe.model.source), tmp_path)[0][0].model.state_dict()
-    trained = weights(train(recipe))
+    trained = tensors_of(train(recipe))
     moved = {
         key.split(".experts.")[1].split(".")[0]
         for key in trained
@@ -207,9 +206,9 @@ def test_the_start_has_a_weight_in_the_final_model(
     name: str, weight: str, shown: str, tiny: Path, data: Path, tmp_path: Path
 ) -> None:
     fast = "training.learning_rate=1e-2"
-    trained = weights(train(name, overrides(tiny, data, tmp_path / "trained", fast)))
+    trained = tensors_of(train(name, overrides(tiny, data, tmp_path / "trained", fast)))
     model = train(name, overrides(tiny, data, tmp_path / "moved", fast, f"training.start_weight={weight}"))
-    moved, start = weights(model), weights(tiny if name == "ic" else upcycle(str(tiny), tmp_path / "upcycled"))
+    moved, start = tensors_of(model), tensors_of(tiny if name == "ic" else upcycle(str(tiny), tmp_path / "upcycled"))
     differing = set()
     for key, one in moved.items():
         expert = key.split(".experts.")[1].split(".")[0] if ".experts." in key else None
@@ -336,7 +335,7 @@ def test_another_source_or_teacher_is_refused_on_resuming(
     tiny: Path, data: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, teacher = (Path(shutil.copytree(tiny, tmp_path / name)) for name in ("source", "teacher"))
-    name, weight = next(iter(weights(tiny).items()))
+    name, weight = next(iter(tensors_of(tiny).items()))
     changed = {name: weight + 1}
     task = distilled(teacher)
     settings = overrides(source, data, tmp_path / "run", task)
