@@ -341,10 +341,8 @@ class MoTEModel(PreTrainedModel):
         if vars(model.config).pop("transformers_weights", None):
             name, files = str(load_config.pretrained_model_name_or_path), checkpoint_files or []
             folder = Path(files[0]).parent
-            experts = model.config.available_experts if model.config.routes_by_task else []
-            checkpoint_files = find_files(
-                name, folder, experts, hasattr(model, "head"), **(load_config.download_kwargs or {})
-            )
+            hub = load_config.download_kwargs or {}
+            checkpoint_files = find_files(name, folder, model.config, hasattr(model, "head"), **hub)
             load_config = replace(load_config, sharded_metadata=read_index(folder))
         model.weight_files = tuple(checkpoint_files or ())
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)

@@ -16,7 +16,8 @@ Models", Findings of ACL 2025 (arXiv:2506.17781).
 import copy
 import inspect
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -338,16 +339,15 @@ class MoTEModel(PreTrainedModel):
     ) -> Any:
         """Find the files of the model's experts, and remember them."""
         if vars(model.config).pop("transformers_weights", None):
-            name, folder = load_config.pretrained_model_name_or_path, Path(checkpoint_files[0]).parent
-            experts = model.config.available_experts if model.config.routes_by_task else []
-            checkpoint_files = find_files(
-                name, folder, experts, hasattr(model, "head"), **(load_config.download_kwargs or {})
-            )
+            name, files = str(load_config.pretrained_model_name_or_path), checkpoint_files or []
+            folder = Path(files[0]).parent
+            hub = load_config.download_kwargs or {}
+            checkpoint_files = find_files(name, folder, model.config, hasattr(model, "head"), **hub)
             load_config = replace(load_config, sharded_metadata=read_index(folder))
         model.weight_files = tuple(checkpoint_files or ())
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
-    def save_pretrained(
+    def save_pretrained(  # type: ignore[override]  # the library's other arguments are passed on
         self,
         save_directory: str | PathLike,
         is_main_process: bool = True,
@@ -389,12 +389,19 @@ class MoTEModel(PreTrainedModel):
             self.push_to_hub(kwargs.pop("repo_id", folder.name), **{k: v for k, v in kwargs.items() if k in named})
         return None
 
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> str:
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Push to the Hub. Experts that the repository has, but that were not loaded, stay there."""
-        index = find_index(repo_id, token=kwargs.get("token"), revision=kwargs.get("revision"))
+        hub = {key: kwargs[key] for key in ("token", "revision") if kwargs.get(key)}
+        with self.replacing(args[0] if args else kwargs["repo_id"], **hub):
+            return super().push_to_hub(*args, **kwargs)
+
+    @contextmanager
+    def replacing(self, repo_id: str | None, **hub: Any) -> Iterator[None]:
+        """Within the context, save what is to replace the model in a repository: keep experts that were not loaded."""
+        index = find_index(repo_id, **hub) if repo_id and self.config.loaded_experts else None
         self.replaced = index and index.parent
         try:
-            return super().push_to_hub(repo_id, **kwargs)
+            yield
         finally:
             self.replaced = None
 

@@ -146,5 +146,7 @@ class MoTETransformer(Transformer):
 
     def save(self, output_path: str, *args: Any, **kwargs: Any) -> None:
         """Save the model, the tokenizer, the settings, and the code that loads them."""
-        super().save(output_path, *args, **kwargs)
+        card: Any = getattr(getattr(self, "owner", None), "model_card_data", None)
+        with self.model.replacing(card and card.model_id):  # type: ignore[operator]  # the repository, in a push
+            super().save(output_path, *args, **kwargs)
         custom_object_save(self, output_path)

@@ -32,7 +32,8 @@ from .configuration_mote import MoTEConfig
 
 HEADER = "mote"  # entry of a file's metadata, and of the index's
 HEAD = "head."  # prefix of the weights of a head
-_OWN_FILES = re.compile(r"model(-(base|expert|head)-.*|-\d{5}-of-\d{5})?\.safetensors")
+_FILES = re.compile(r"model-(base|expert|head)-.*\.safetensors")
+_OLD_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")  # with the weights of all experts
 
 # Settings of token routing that affect what a model computes.
 _ROUTING = ("num_experts", "num_experts_per_tok", "norm_topk_prob", "shared_expert_bias")
@@ -55,7 +56,7 @@ def group_of(key: str, config: MoTEConfig) -> str | None:
 # Reading -------------------------------------------------------------------------------------------------------------
 
 
-def read_index(folder: Path) -> dict[str, Any] | None:
+def read_index(folder: Path) -> Any:
     """Read an index: the hash `base`, the files `shared`, `head` and `experts` (by name), and the `weight_map`.
 
     None if there is none, or the weights are laid out in another way.
@@ -89,21 +90,26 @@ def find_index(name: str | os.PathLike, **hub: Any) -> Path | None:
     return Path(found) if found and read_index(Path(found).parent) else None
 
 
-def find_files(name: str, folder: Path, experts: list[str], head: bool = True, **hub: Any) -> list[str]:
-    """Find the files of some experts, and of what they share, beside an index; download them if that is in the cache.
+def find_files(name: str, folder: Path, config: MoTEConfig, head: bool = True, **hub: Any) -> list[str]:
+    """Find the files of the available experts, and of what they share, beside an index; download them from the Hub.
 
     Raises:
         OSError: If files are not there.
-        ValueError: If a file belongs to another model.
+        ValueError: If the config has other experts than the index, or a file belongs to another model.
     """
-    index: Any = read_index(folder)
-    files, problem = files_of(index, [expert for expert in experts if expert in index["experts"]], head), None
+    index, experts = read_index(folder), config.available_experts if config.routes_by_task else []
+    if not {*experts} <= index["experts"].keys() <= ({*config.experts} if experts else set()):
+        raise ValueError(
+            f"The weights of {name!r} do not match their config: they are those of the experts {[*index['experts']]}, "
+            f"but the config of a {config.model_type!r} has {experts}"
+        )
+    files, problem = files_of(index, experts, head), None
     if not Path(name).is_dir():
         try:
             cached_files(name, files, **hub)
         except OSError as error:
             problem = error
-    missing = [repr(expert) for expert in experts if not (folder / index["experts"].get(expert, "-")).is_file()]
+    missing = [repr(expert) for expert in experts if not (folder / index["experts"][expert]).is_file()]
     if missing or problem is not None:
         lost = f"the experts {', '.join(missing)}" if missing else "what the experts share"
         raise OSError(f"{name} lacks the files of {lost} in {folder}") from problem
@@ -118,18 +124,10 @@ def find_files(name: str, folder: Path, experts: list[str], head: bool = True, *
 
 
 class WeightFiles:
-    """The files that a model's weights are to be written to.
+    """The files that a model's weights, by key, are to be written to.
 
-    Args:
-        weights: Weights by key; each is read several times.
-        config: The config of the model.
-        folder: Folder to write to.
-        max_shard_size: Largest size of a file with shared weights.
-        digests: Results of `digest_of` by key, if they are known.
-        previous: Folder with the index of the model that is replaced; experts that only that one has are kept.
-
-    Raises:
-        ValueError: If experts in the folder, which are not in the model, could not be kept.
+    `previous` is the folder with the index of the model that is replaced, if it is not `folder`: experts that only that
+    one has are kept, or it is a `ValueError`. `digests` are the results of `digest_of`, if they are known.
     """
 
     def __init__(
@@ -176,7 +174,7 @@ class WeightFiles:
         """Return the files of experts that the replaced model has, but this one does not; list their weights."""
         index = read_index(self.previous) if others else None
         if index is None:
-            lost = others if any(_OWN_FILES.fullmatch(path.name) for path in self.previous.iterdir()) else []
+            lost = others if any(_OLD_FILES.fullmatch(path.name) for path in self.previous.iterdir()) else []
         else:
             found = {name: index["experts"][name] for name in others if name in index["experts"]}
             if index["base"] == self.base:
@@ -203,7 +201,7 @@ class WeightFiles:
         temporary.replace(path)
         listed = {*self.weight_map.values()}
         for file in self.folder.glob("model*.safetensors"):
-            if _OWN_FILES.fullmatch(file.name) and file.name not in listed:
+            if (_FILES.fullmatch(file.name) or _OLD_FILES.fullmatch(file.name)) and file.name not in listed:
                 file.unlink(missing_ok=True)
 
     def _write(self, path: Path, weights: dict[str, torch.Tensor]) -> None:
@@ -244,11 +242,8 @@ def digest_of(weight: torch.Tensor) -> str:
 def base_hash(config: MoTEConfig, digests: Mapping[str, str]) -> str:
     """Hash the base of a MoTE's experts: shared weights, and the settings that determine how they are used.
 
-    The hash does not change when experts are trained, added, removed or renamed, or files are saved or sharded again.
-
-    Args:
-        config: The config of the MoTE.
-        digests: Results of `digest_of`, by the keys of its weights. Those of experts and head do not count.
+    `digests` are the results of `digest_of` by key; those of experts and of a head do not count. The hash stays the same
+    when experts are trained, added, removed or renamed, or files are saved or sharded again.
     """
     used = [_settings_of(config.backbone_config), config.mote_layer_indices, config.pooling]
     shared = sorted((key, digest) for key, digest in digests.items() if group_of(key, config) is None)
@@ -256,9 +251,9 @@ def base_hash(config: MoTEConfig, digests: Mapping[str, str]) -> str:
 
 
 def _settings_of(backbone: Any) -> list[Any]:
-    """Return the settings that affect what a backbone computes.
+    """Return the settings that affect what a backbone computes, unless they are at their defaults.
 
-    Those at their defaults do not count, so that a version of transformers that adds one leaves hashes unchanged.
+    So a version of transformers that adds a setting leaves hashes unchanged.
     """
     if hasattr(backbone, "routes_by_task"):  # token-routed
         routing = [getattr(backbone, name) for name in _ROUTING]

@@ -13,9 +13,9 @@ from helpers.checkpoints import contents
 from helpers.kills import stop_everywhere
 
 from mote import upcycle
-from mote.checkpoints import streaming
 from mote.checkpoints import writing as repository
 from mote.cli import main
+from mote.remote import weights_mote
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        (streaming, "_write_file"),
+        (weights_mote, "save_file"),
         (repository, "write_sentence_transformer"),
         (repository, "new_card"),
         (repository, "write_steps"),

@@ -13,7 +13,7 @@ import pytest
 from helpers.checkpoints import contents, files_in
 
 from mote import files
-from mote.checkpoints.provenance import new_step, write_steps
+from mote.checkpoints.provenance import new_step, read_steps, write_steps
 from mote.checkpoints.staging import ModelStaging, refuse_occupied, refuse_source
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -172,7 +172,7 @@ def test_files_of_others_are_kept(in_place: bool, clone: Path) -> None:
     for name in names:
         (clone / name).parent.mkdir(exist_ok=True)
         (clone / name).write_text("mine")
-    with ModelStaging(clone, overwrite=True, in_place=in_place) as folder:
+    with ModelStaging(clone, overwrite=True, steps=read_steps(clone) if in_place else None) as folder:
         write(folder, "new", "README.md", "vocab.txt")
     kept = {".git/HEAD", ".git/objects/12/34", "diary.txt", "plots/a.png", "link", *names}
     of_model = {"2_Dense/config.json", "recipe.yaml", "onnx/model.onnx"} if in_place else set()
@@ -181,6 +181,19 @@ def test_files_of_others_are_kept(in_place: bool, clone: Path) -> None:
     assert (clone / "link").is_symlink()
     assert {(clone / name).read_text() for name in ("model.safetensors", "vocab.txt")} == {"new"}
     assert {(clone / name).read_text() for name in kept} == {"mine"}
+
+
+def test_of_two_changes_in_place_the_second_is_refused(clone: Path) -> None:
+    steps = read_steps(clone)
+    second = ModelStaging(clone, overwrite=True, steps=steps)
+    write(second.__enter__(), "second")
+    with ModelStaging(clone, overwrite=True, steps=steps) as first:
+        write(first, "first")
+        write_steps([*steps, new_step("add")], first)
+    with pytest.raises(ValueError, match="was changed by another process in the meantime"):
+        second.__exit__(None, None, None)
+    assert (clone / "model.safetensors").read_text() == "first"
+    assert {path.name for path in clone.parent.iterdir()} == {"out"}
 
 
 def test_a_kill_loses_no_file_of_others(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:

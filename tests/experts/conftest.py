@@ -38,4 +38,4 @@ def with_legal(tiny_mote: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="session")
 def legal(with_legal: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return extract(str(with_legal), "legal", tmp_path_factory.mktemp("legal") / "legal")
+    return extract(str(with_legal), "legal", tmp_path_factory.mktemp("legal") / "legal.safetensors")

@@ -1,6 +1,5 @@
-"""One expert in files of its own."""
+"""One expert in a file of its own."""
 
-import json
 import shutil
 import signal
 from collections.abc import Callable
@@ -22,10 +21,6 @@ from helpers.checkpoints import (
 from helpers.families import all_families, batch, make_different, trained_mote
 from helpers.kills import stop_everywhere
 from helpers.on_disk import add, base_hash, hidden
-from helpers.processes import run_python
-from hub.hub_server import HubServer
-from safetensors import safe_open
-from safetensors.torch import load_file
 from transformers import AutoModel
 
 import mote
@@ -33,8 +28,9 @@ from mote import upcycle
 from mote.checkpoints.provenance import read_steps
 from mote.cli import main
 from mote.experts import extract, list_experts, open_expert
-from mote.experts.artefact import base_hash as hash_of
+from mote.experts.artefact import base_of, open_word
 from mote.remote.modeling_mote import MoTEModel
+from mote.remote.weights_mote import read_header
 
 
 @all_families
@@ -44,33 +40,28 @@ def test_extract_and_add_are_exact(name: str, tmp_path: Path) -> None:
     tiny_tokenizer(tmp_path / "whole")
     model.save_pretrained(tmp_path / "whole", max_shard_size="10KB")
     assert len(list((tmp_path / "whole").glob("*.safetensors"))) > 1
-    files = extract(str(tmp_path / "whole"), "beta", tmp_path / "beta")
-    assert_same(load_file(files / "expert.safetensors"), mote.experts.weights(model, "beta"))
+    file = extract(str(tmp_path / "whole"), "beta", tmp_path / "beta.safetensors")
+    assert_same(open_expert(file).weights_for(model), mote.experts.weights(model, "beta"))
     mote.transform(tmp_path / "whole", tmp_path / "without", mote.experts.remove, "beta", tasks={"more": None})
-    add(tmp_path / "without", files, tmp_path / "again")
+    add(tmp_path / "without", file, tmp_path / "again")
     assert len({base_hash(tmp_path / folder) for folder in ("whole", "without", "again")}) == 1
     again = MoTEModel.from_pretrained(tmp_path / "again")
     assert (again.config.tasks, again.config.instructions) == (model.config.tasks, model.config.instructions)
     for task in ("alpha", "beta", "more"):
         assert hidden(tmp_path / "again", task).equal(hidden(tmp_path / "whole", task))
-    extract(str(tmp_path / "again"), "beta", tmp_path / "twice")
-    one, other = ((tmp_path / folder / "expert.safetensors").read_bytes() for folder in ("beta", "twice"))
-    assert one == other
+    again = {path.name: path.read_bytes() for path in (tmp_path / "again").glob("model-expert-beta-*")}
+    assert list(again.values()) == [file.read_bytes()]
 
 
-def description(folder: Path) -> dict[str, Any]:
-    with safe_open(folder / "expert.safetensors", framework="pt") as file:
-        return json.loads(file.metadata()["mote"])
-
-
-def test_files_of_an_artefact(with_legal: Path, legal: Path, tiny_mote: Path) -> None:
-    assert files_in(legal) == {"expert.safetensors", "mote.json"}
+def test_an_expert_s_file(with_legal: Path, legal: Path, tiny_mote: Path) -> None:
     named = {"name": "legal", "tasks": ["legal", "contracts"], "instructions": {"legal": "legal: "}}
-    assert description(legal) == {**named, "base": base_hash(tiny_mote)}
-    steps = read_steps(legal)
-    assert [step["step"] for step in steps] == ["upcycle", "add", "extract"]
-    assert steps[-1]["command"] == "mote experts extract legal-mote legal --out legal"
-    assert not any(str(with_legal.parent).encode() in (legal / name).read_bytes() for name in files_in(legal))
+    (file,) = with_legal.glob("model-expert-legal-*")
+    header = read_header(legal)
+    assert header == {**named, "base": base_hash(tiny_mote), "id": file.stem.rpartition("-")[2]}
+    assert legal.read_bytes() == file.read_bytes()
+    assert open_expert(with_legal, "legal").provenance()["weights"].keys() == {file.name}
+    with pytest.raises(ValueError, match="is not the file of an expert"):
+        open_expert(next(with_legal.glob("model-base-*")))
 
 
 @pytest.mark.long
@@ -88,7 +79,7 @@ def test_a_mote_to_which_an_expert_was_added(tiny_mote: Path, with_legal: Path, 
     assert "Not trained yet" not in card
     step = read_steps(out)[-1]
     assert step["experts"]["legal"] == ["legal", "contracts"]
-    assert [source["name"] for source in step["sources"]] == ["mote", "legal"]
+    assert [source["name"] for source in step["sources"]] == ["mote", "legal.safetensors"]
 
 
 @pytest.mark.parametrize("remote", [False, True])
@@ -112,29 +103,28 @@ def test_an_expert_without_an_instruction_stays_without_one(dense: Path, tmp_pat
     find = {"search_query": "Find passages"}
     upcycle(str(dense), tmp_path / "whole", definitions=find)
     upcycle(str(dense), tmp_path / "part", experts=["search_query", "clustering"], definitions=find)
-    files = extract(str(tmp_path / "whole"), "search_document", tmp_path / "files")
-    assert description(files)["instructions"] == {"search_document": ""}
-    config = MoTEModel.from_pretrained(add(tmp_path / "part", files, tmp_path / "out")).config
+    expert = f"{tmp_path / 'whole'}:search_document"
+    assert open_word(expert).instructions == {"search_document": ""}
+    config = MoTEModel.from_pretrained(add(tmp_path / "part", expert, tmp_path / "out")).config
     assert config.instruction_of("search_document") == config.instruction_of("document") == ""
 
 
 def test_tasks_that_another_expert_has_stay_there(tiny_mote: Path, tmp_path: Path) -> None:
-    files = extract(str(tiny_mote), "classification", tmp_path / "files")
-    out = add(tiny_mote, files, tmp_path / "out", name="second", instruction="2: ", tasks=["sts"])
+    expert = f"{tiny_mote}:classification"
+    out = add(tiny_mote, expert, tmp_path / "out", name="second", instruction="2: ", tasks=["sts"])
     tasks = MoTEModel.from_pretrained(out).config.tasks
     assert (tasks["sts"], tasks["summarization"]) == ("second", "classification")
     with pytest.raises(ValueError, match=r"instruction 'classification: ' .* already stands for"):
-        add(tiny_mote, files, tmp_path / "twice", name="third")
+        add(tiny_mote, expert, tmp_path / "twice", name="third")
     assert not (tmp_path / "twice").exists()
 
 
 def test_a_folder_with_some_of_its_experts(with_legal: Path, legal: Path, tmp_path: Path) -> None:
-    partial = shutil.copytree(with_legal, tmp_path / "partial")
-    (partial / "model.safetensors").unlink()
-    MoTEModel.from_pretrained(with_legal, experts=["clustering"]).save_pretrained(partial)
+    partial = tmp_path / "partial"
+    trusted(with_legal, model_kwargs={"experts": ["clustering"]}).save_pretrained(str(partial))
     assert "not here" in str(list_experts(str(partial)))
     assert base_hash(partial) == base_hash(with_legal)
-    with pytest.raises(ValueError, match="Unknown expert 'legal'"):
+    with pytest.raises(ValueError, match=r"Unknown expert .* 'legal'"):
         extract(str(partial), "legal", tmp_path / "out")
     out = add(partial, legal, tmp_path / "more", name="law", instruction="law: ")
     config = MoTEModel.from_pretrained(out).config
@@ -151,9 +141,9 @@ def test_the_base_hash_tells_bases_apart(tiny_mote: Path, dense: Path, tmp_path:
     assert len(shared) > 20
     for key in shared:
         state[key].view(-1).view(torch.int32)[-1] ^= 1  # the last bit of the last number
-        assert hash_of(model.config, state, state.__getitem__) != first
+        assert base_of(model.config, state) != first
         state[key].view(-1).view(torch.int32)[-1] ^= 1
-    assert hash_of(model.config, state, state.__getitem__) == first
+    assert base_of(model.config, state) == first
     others: list[dict[str, Any]] = [{}, {"pooling": "cls"}, {"layers": "every_other"}, {"dtype": "bfloat16"}]
     made = [upcycle(str(dense), tmp_path / str(number), **other) for number, other in enumerate(others)]
     assert len({base_hash(folder) for folder in made}) == 4
@@ -200,50 +190,9 @@ def test_a_wrong_base_is_refused(
 
 @pytest.mark.processes
 def test_killed_while_an_expert_is_extracted(tiny_mote: Path, tmp_path: Path) -> None:
-    out = tmp_path / "place" / "clustering"
+    out = tmp_path / "place" / "clustering.safetensors"
     command = ["experts", "extract", tiny_mote, "clustering", "--out", out]
     killed = stop_everywhere(out, *command)
     assert len(killed) >= 4
     assert {result.status for result in killed} == {-signal.SIGKILL}
     assert {result.out for result in killed} <= {"absent", "new"}
-
-
-COMMANDS = """
-import json, sys
-from mote.cli import main
-print("statuses", [main(["experts", *command]) for command in json.loads(sys.argv[1])])
-"""
-
-
-def run_mote(server: HubServer, home: Path, *commands: list[Any], token: str | None = None) -> tuple[str, str]:
-    """Run commands in one process with a cache and a login of its own."""
-    home.mkdir(exist_ok=True)
-    words = json.dumps([[str(word) for word in command] for command in commands])
-    environment = {**server.environment(home, token=token), "OMP_NUM_THREADS": "1"}
-    done = run_python(COMMANDS, words, cwd=home, environment=environment)
-    return done.stdout, done.stderr
-
-
-@pytest.mark.processes
-def test_to_the_hub_and_back(tiny_mote: Path, with_legal: Path, tmp_path: Path) -> None:
-    push = ["extract", "user/legal-mote", "legal", "--out", "legal", "--push"]
-    with HubServer() as server:
-        server.add_repo("user/legal-mote", with_legal)
-        onto_a_model = [*push, "--repo-id", "user/legal-mote"]
-        out, error = run_mote(server, tmp_path / "home", onto_a_model, push, token="hf_write")
-        assert "statuses [1, 0]" in out, error
-        assert "user/legal-mote holds a whole model" in error
-        assert "mote experts add MODEL user/legal --name legal --out DIR" in out
-        assert {*server.files("user/legal")} - {".gitattributes"} == {"expert.safetensors", "mote.json"}
-
-        add = ["add", tiny_mote, "user/legal", "--name", "legal", "--out", "new"]
-        a_model = ["add", tiny_mote, "user/legal-mote", "--name", "x", "--out", "x"]
-        in_place = ["rename", "user/legal-mote", "legal", "law", "--overwrite"]
-        listed = ["list", "user/legal-mote"]
-        out, error = run_mote(server, tmp_path / "fresh", add, a_model, in_place, push, listed)
-        assert "statuses [0, 1, 1, 1, 0]" in out, error
-        assert hidden(tmp_path / "fresh" / "new", "legal").equal(hidden(with_legal, "legal"))
-        for message in ("expert.safetensors", "Name the folder to write with `--out`\n", "`hf auth login`"):
-            assert message in error
-        assert base_hash(with_legal) in out
-        assert not {"x", "legal"} & {path.name for path in (tmp_path / "fresh").iterdir()}

@@ -47,7 +47,12 @@ def test_removed_and_renamed_in_place(with_legal: Path, tmp_path: Path) -> None:
     assert hidden(folder, "law").equal(hidden(folder, "sts"))
     assert hidden(folder, "law").equal(before)
     assert (folder / "notes" / "mine.txt").read_text() == "mine"
-    assert files_in(folder) == {*files_in(with_legal), "notes/mine.txt", "my-model.safetensors"}
+    names = {name.replace("legal", "law") for name in files_in(with_legal)} - {
+        "model-expert-classification.safetensors"
+    }
+    assert files_in(folder) == {*names, "notes/mine.txt", "my-model.safetensors"}
+    same = [file.name for file in folder.glob("model-*") if (with_legal / file.name).exists()]
+    assert len(same) == 4  # the base, and the experts that were not touched
     assert [path.name for path in tmp_path.iterdir()] == ["mote"]
     prompts = read_json(folder / "config_sentence_transformers.json")["prompts"]
     assert not {"classification", "Classification", "legal", "summarization"} & prompts.keys()
@@ -61,9 +66,9 @@ def test_shards_of_a_model_changed_in_place(with_legal: Path, tmp_path: Path) ->
     folder = tmp_path / "mote"
     options = WriteOptions(max_shard_size="20KB")
     mote.transform(with_legal, folder, mote.experts.rename, "legal", "law", options=options)
-    assert len(list(folder.glob("*.safetensors"))) > 1
+    assert len(list(folder.glob("model-base-*"))) > 1
     mote.transform(folder, None, mote.experts.rename, "law", "legal", options=WriteOptions(overwrite=True))
-    assert [path.name for path in folder.glob("*model*safetensors*")] == ["model.safetensors"]
+    assert {path.name for path in folder.glob("model*")} == {path.name for path in with_legal.glob("model*")}
     assert hidden(folder, "legal").equal(hidden(with_legal, "legal"))
 
 
@@ -79,7 +84,9 @@ def test_the_list(with_legal: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["add", "{}", "nobody/nothing", "--name", "x"], "nobody/nothing is neither a folder nor available on the Hub"),
+        (["add", "{}", "nobody/nothing:x", "--name", "x"], "nobody/nothing is neither a folder nor available on the"),
+        (["add", "{0}", "{0}:x", "--name", "x"], "Unknown expert with a file of its own in "),
+        (["add", "{0}", "{0}/model-base.safetensors", "--name", "x"], "No such file or directory"),
         (["merge", "{}", "clustering=0", "--name", "x"], "'clustering' is 0.0: expected a number above 0"),
         (["remove", "{}", "search_query"], "`--task query=EXPERT`, or none (`--task query=`) to remove the task"),
     ],
@@ -91,30 +98,29 @@ def test_invalid_command_lines(words: list[str], message: str, tiny_mote: Path, 
     assert not any(tmp_path.iterdir())
 
 
-def test_an_artefact_replaces_another_and_nothing_else(tiny_mote: Path, with_legal: Path, tmp_path: Path) -> None:
+def test_files_that_are_in_the_way(tiny_mote: Path, with_legal: Path, legal: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_mote, tmp_path / "mote")
+    inside = shutil.copy(legal, folder / "mine.safetensors")
+    with pytest.raises(FileExistsError, match="choose another file, or replace it with `--overwrite`"):
+        extract(str(with_legal), "clustering", inside)
     with pytest.raises(ValueError, match="is, holds or lies in the source"):
-        extract(str(folder), "clustering", folder, WriteOptions(overwrite=True))
-    assert contents(folder) == contents(tiny_mote)
-    inside = extract(str(tiny_mote), "clustering", folder / "legal")
-    extract(str(with_legal), "legal", inside, WriteOptions(overwrite=True))
-    for place in (inside, folder):  # the expert's own files, and what holds them
-        with pytest.raises(ValueError, match="is, holds or lies in the source"):
-            add(with_legal, inside, place, name="x", instruction="x: ", overwrite=True)
+        add(with_legal, inside, folder, name="x", instruction="x: ", overwrite=True)
     add(folder, inside, None, name="x", instruction="x: ", overwrite=True)  # in place, other files stay
-    assert open_expert(str(inside)).name == "legal"
+    assert open_expert(inside).name == "legal"
+    assert open_expert(extract(str(with_legal), "clustering", inside, overwrite=True)).name == "clustering"
 
 
 @pytest.mark.long
 def test_token_routers_and_compressed_experts(dense: Path, tiny_mote: Path, tmp_path: Path) -> None:
     routed = upcycle(str(dense), tmp_path / "routed", routing="token")
-    for call in (lambda: list_experts(str(routed)), lambda: extract(str(routed), "clustering", tmp_path / "out")):
-        with pytest.raises(ValueError, match="token-routed"):
-            call()
+    with pytest.raises(ValueError, match="token-routed"):
+        list_experts(str(routed))
+    with pytest.raises(ValueError, match=r"Unknown expert with a file of its own in .*Available: none"):
+        extract(str(routed), "clustering", tmp_path / "out")
     assert main(["compress", str(tiny_mote), "--rank", "2", "--out", str(tmp_path / "small")]) == 0
     small = str(tmp_path / "small")
-    with pytest.raises(ValueError, match=r"are compressed .* before `mote compress`"):
-        extract(small, "clustering", tmp_path / "out")
+    with pytest.raises(ValueError, match="has another base than"):
+        add(tiny_mote, f"{small}:clustering", tmp_path / "out", name="x")
     expected = hidden(tmp_path / "small", "clustering")
     renamed = mote.transform(small, tmp_path / "out", mote.experts.rename, "clustering", "x")
     assert hidden(renamed, "x").equal(expected)
@@ -125,7 +131,7 @@ def test_token_routers_and_compressed_experts(dense: Path, tiny_mote: Path, tmp_
 @pytest.mark.long
 def test_an_expert_that_is_token_routed(trained_hierarchical: Path, hierarchical: Path, tmp_path: Path) -> None:
     assert list_experts(str(trained_hierarchical)).base_hash == list_experts(str(hierarchical)).base_hash
-    artefact = extract(str(trained_hierarchical), "clustering", tmp_path / "expert")
+    artefact = extract(str(trained_hierarchical), "clustering", tmp_path / "expert.safetensors")
     out = add(hierarchical, artefact, tmp_path / "more", name="topics", instruction="Topic: ")
     assert hidden(out, "topics").equal(hidden(trained_hierarchical, "clustering"))
     assert hidden(out, "clustering").equal(hidden(hierarchical, "clustering"))

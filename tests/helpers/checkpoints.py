@@ -1,6 +1,7 @@
 """Small dense checkpoints on disk, in the formats in which people publish them."""
 
 import json
+import re
 import string
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ HEADS = {
 }
 
 # The code of a model with task experts in Sentence-Transformers.
-_FILES = ("architectures", "configuration", "mixed_batch", "modeling", "sentence_transformer")
+_FILES = ("architectures", "configuration", "mixed_batch", "modeling", "sentence_transformer", "weights")
 TASK_MOTE = {f"{name}_mote.py" for name in _FILES}
 
 _LETTERS = list(string.ascii_lowercase)
@@ -118,7 +119,8 @@ def code_in(folder: Path) -> set[str]:
 
 
 def files_in(folder: Path) -> set[str]:
-    return set(contents(folder))
+    """The names of its files, those of weights without their ids."""
+    return {re.sub(r"-[0-9a-f]{16}(?=\.safetensors)", "", name) for name in contents(folder)}
 
 
 def contents(folder: Path | str) -> dict[str, bytes]:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.checkpoints import tensors_of
 from helpers.families import EAGER_ONLY, NOT_CHECKPOINTED, assert_threads_agree, batch, dense_model, difference, rows_of
 from helpers.kinds import HIERARCHICAL, KINDS, MOTE, TOKEN_ROUTED, Kind, every_kind, every_kind_and_family, in_families
 from helpers.token_routing import gradients, same_gradients
-from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -152,8 +152,7 @@ def expanded(pattern: str) -> set[str]:
 @pytest.mark.parametrize(("kind", "name", "patterns"), KEYS)
 def test_keys_on_disk(kind: Kind, name: str, patterns: list[str], tmp_path: Path) -> None:
     kind.trained(name, **({} if kind is HIERARCHICAL else {"mote_layers": [1]})).save_pretrained(tmp_path)
-    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
-        keys = {key.replace("backbone.backbone.", "backbone.") for key in file.keys()}  # noqa: SIM118 - no mapping
+    keys = {key.replace("backbone.backbone.", "backbone.") for key in tensors_of(tmp_path)}
     block = f"backbone.{ARCHITECTURES[name].layer_path}.1."
     assert {key.removeprefix(block) for key in keys if key.startswith(block)} == set().union(*map(expanded, patterns))
     if kind is not HIERARCHICAL:

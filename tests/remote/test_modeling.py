@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.checkpoints import assert_same, edit_weights
 from helpers.families import (
     EAGER_ONLY,
     EXPERTS,
@@ -134,12 +135,23 @@ def test_experts_that_were_not_loaded_are_not_lost(tmp_path: Path) -> None:
     again.save_pretrained(tmp_path / "one")  # nothing else was there
     with pytest.raises(ValueError, match=r"Unknown expert 'alpha'\. Available: 'beta'"):
         MoTEModel.from_pretrained(tmp_path / "one", experts=["alpha"])
-    config = (tmp_path / "all" / "config.json").read_bytes()
-    for _ in range(2):
+    before = {path: path.stat().st_ino for path in (tmp_path / "all").glob("*.safetensors")}
+    with torch.no_grad():
+        next(iter(one.blocks[0].experts["beta"].parameters())).add_(1)
+    one.save_pretrained(tmp_path / "all")
+    assert one.config.loaded_experts == ["beta"]
+    both = MoTEModel.from_pretrained(tmp_path / "all")
+    assert both.config.available_experts == ["alpha", "beta"]
+    assert_same({key: both.state_dict()[key] for key in one.state_dict()}, one.state_dict())
+    after = {path: path.stat().st_ino for path in (tmp_path / "all").glob("*.safetensors")}
+    assert [path.name[:17] for path in after.keys() - before.keys()] == ["model-expert-beta"]
+    assert {path: after[path] for path in before.keys() & after.keys()}.items() <= before.items()
+    with torch.no_grad():
+        next(iter(one.blocks[0].shared.parameters())).add_(1)
+    for _ in range(2):  # with another base, then in the old layout
         with pytest.raises(ValueError, match="all also holds the experts alpha, which were not loaded"):
             one.save_pretrained(tmp_path / "all")
-        (tmp_path / "all" / "config.json").unlink(missing_ok=True)  # with it and without
-    (tmp_path / "all" / "config.json").write_bytes(config)
+        edit_weights(tmp_path / "all")
     assert MoTEModel.from_pretrained(tmp_path / "all").config.available_experts == ["alpha", "beta"]
 
 
@@ -177,8 +189,8 @@ def test_weights_that_do_not_match_the_config(tmp_path: Path) -> None:
     model = trained_mote("bert")
     model.save_pretrained(tmp_path)
     for change, message in (
-        ({"experts": ["alpha", "beta", "gamma"]}, "missing keys"),
-        ({"experts": ["alpha"]}, "unexpected keys"),
+        ({"experts": ["alpha", "beta", "gamma"]}, "those of the experts .'alpha', 'beta'., but .* 'gamma'"),
+        ({"experts": ["alpha"]}, "do not match their config: they are those of"),
         ({"mote_layers": [0]}, "keys"),
     ):
         config = MoTEConfig.from_pretrained(tmp_path)

@@ -255,7 +255,7 @@ def test_a_checkpoint_of_the_other_kind(tmp_path: Path) -> None:
         saved.save_pretrained(tmp_path)
         config = other.config_class(**{**saved.config.to_dict(), "tasks": None})
         assert config.model_type == other.config_class.model_type
-        with pytest.raises(ValueError, match=f"do not match their config .a '{config.model_type}'.*missing keys"):
+        with pytest.raises(ValueError, match=f"do not match their config.*of a '{config.model_type}'"):
             other.from_pretrained(tmp_path, config=config)
     with pytest.raises(ValueError, match="every text needs all experts: load the model without `experts=`"):
         TokenRoutedModel.from_pretrained(tmp_path, experts=["a"])

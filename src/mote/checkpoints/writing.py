@@ -22,6 +22,7 @@ from mote.checkpoints.st_settings import Pipeline, Retrieval, retrieval_in
 from mote.checkpoints.staging import ModelStaging, refuse_occupied, refuse_source
 from mote.files import link
 from mote.remote.configuration_mote import MoTEConfig
+from mote.remote.weights_mote import read_index
 from mote.reporting import megabytes
 
 if TYPE_CHECKING:
@@ -66,7 +67,8 @@ class Repository:
         size = sum(tensor.nbytes for tensor in self.model.state_dict().values())
         changed = self.source.steps if in_place else None
         with ThreadPoolExecutor(1) as thread, ModelStaging(out, options.overwrite, changed) as folder:
-            for file in self.source.weights if in_place else ():  # those that stay the same are not written again
+            same = self.source.weights if in_place and read_index(self.source.folder) else []
+            for file in same:  # until it turns out that they do not stay the same
                 link(file, folder / file.name)
             described = thread.submit(_provenance_of, [self.source, *self.others])  # reads them completely
             logger.info("Writing %s …", megabytes(size))

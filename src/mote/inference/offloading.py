@@ -70,12 +70,11 @@ def offload_others(
 ) -> None:
     """Offload a model that was loaded with its first `keep` experts; `loaded_experts` are those of its config then."""
     _require_offloadable(model)
-    folder, experts = Path(model.weight_files[0]).parent, loaded_experts or model.config.experts
+    folder, model.config.loaded_experts = Path(model.weight_files[0]).parent, loaded_experts
     if read_index(folder):
-        model.weight_files = tuple(find_files(str(model.name_or_path), folder, experts, **hub))
+        model.weight_files = tuple(find_files(str(model.name_or_path), folder, model.config, **hub))
     store = DiskStore(model.weight_files)
     _require_stored(_weights_of_experts(model), store)
-    model.config.loaded_experts = loaded_experts
     offloading = Offloading(model, store, keep)
     if to == "cpu":
         with offloading.all_experts():
