@@ -242,8 +242,8 @@ def digest_of(weight: torch.Tensor) -> str:
 def base_hash(config: MoTEConfig, digests: Mapping[str, str]) -> str:
     """Hash the base of a MoTE's experts: shared weights, and the settings that determine how they are used.
 
-    `digests` are the results of `digest_of` by key; those of experts and of a head do not count. The hash stays the same
-    when experts are trained, added, removed or renamed, or files are saved or sharded again.
+    `digests` are the results of `digest_of` by key; those of experts and of a head do not count. The hash stays the
+    same when experts are trained, added, removed or renamed, or files are saved or sharded again.
     """
     used = [_settings_of(config.backbone_config), config.mote_layer_indices, config.pooling]
     shared = sorted((key, digest) for key, digest in digests.items() if group_of(key, config) is None)
