@@ -61,12 +61,7 @@ class AttentionLayer(nn.Module):
     """Multi-head attention to latents, or among the tokens, and a feed-forward network.
 
     Matrix products use the dtype of the weights; norms, residuals and everything after them use at least float32.
-
-    Args:
-        width: H.
-        heads: Number of heads.
-        head_dim: Width of a head, D.
-        latents: Number of latents, N. None: tokens attend to each other.
+    Without latents, tokens attend to each other.
     """
 
     def __init__(self, width: int, heads: int, head_dim: int, latents: int | None) -> None:
@@ -168,11 +163,7 @@ class AttentionPooling(Pooling):
         self.network.pools = False
 
     def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """Add `sentence_embedding` [B, H] to the features; the mask for the mean does not affect the attention.
-
-        Raises:
-            ValueError: If a row has no token to pool.
-        """
+        """Add `sentence_embedding` [B, H] to the features; the mask for the mean does not affect the attention."""
         hidden, mask = features["token_embeddings"], features.get("attention_mask")
         layer = self.network.pooling
         if "cu_seq_lens_q" in features:  # flash attention: texts are concatenated in one row

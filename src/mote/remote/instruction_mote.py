@@ -71,21 +71,10 @@ class InstructedTransformer(Transformer):
         task: str | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Tokenize, and mark the tokens to pool.
+        """Tokenize: the features of the base class, and `pooling_mask` [B, L], 1 for tokens that are pooled.
 
-        Args:
-            inputs: Texts.
-            prompt: The instruction to put in front of each text; or a list with one for each text.
-            processing_kwargs: See the base class.
-            task: See the base class.
-            **kwargs: See the base class.
-
-        Returns:
-            The features of the base class, and `pooling_mask` [B, L]: 1 for tokens that are pooled.
-
-        Raises:
-            ValueError: If a row has no token to pool, for example because its instruction fills the maximum length, or
-                there are not as many prompts as texts.
+        The prompt may be a list with one for each text. A row without a token to pool, for example because its
+        instruction fills the maximum length, is a `ValueError`.
         """
         if not inputs:
             return {}
@@ -149,16 +138,7 @@ class InstructedTransformer(Transformer):
         return False
 
     def forward(self, features: dict[str, Any], task: str | None = None, **kwargs: Any) -> dict[str, Any]:
-        """Run the model on all tokens.
-
-        Args:
-            features: The output of `preprocess`.
-            task: See the base class.
-            **kwargs: See the base class.
-
-        Returns:
-            The features, with `token_embeddings` [B, L, H].
-        """
+        """Run the model on all tokens, and add `token_embeddings` [B, L, H] to the features."""
         mask = {name: value for name, value in features.items() if name == "pooling_mask"}
         others = {name: value for name, value in features.items() if name not in mask}
         out = super().forward(others, task=task, **kwargs)
@@ -174,12 +154,8 @@ class InstructedTransformer(Transformer):
 class TextPooling(Pooling):
     """A `Pooling` of the tokens of the text: those in `pooling_mask`, see `InstructedTransformer`.
 
-    The attention mask is not modified, because losses that cache gradients use the features again.
-
-    Args:
-        *args: See the base class.
-        include_prompt: If True, all tokens are pooled after all.
-        **kwargs: See the base class.
+    With `include_prompt=True`, all tokens are pooled after all. The attention mask is not modified, because losses that
+    cache gradients use the features again.
     """
 
     def __init__(self, *args: Any, include_prompt: bool = False, **kwargs: Any) -> None:

@@ -83,23 +83,12 @@ class MoTEForMaskedLM(MoTEModel):
     ) -> MaskedLMOutput:
         """Predict the tokens of a batch, each sequence through the expert of its task.
 
-        Args:
-            input_ids: As in `MoTEModel.forward`, like the next six.
-            attention_mask: See there.
-            token_type_ids: See there.
-            position_ids: See there.
-            inputs_embeds: See there.
-            task: See there.
-            task_ids: See there.
-            labels: The tokens to predict, and -100 elsewhere, [B, L].
-            **kwargs: Arguments of the backbone, and of the family's loss.
+        Arguments and errors are those of `MoTEModel.forward`, and `labels` [B, L], the tokens to predict, and -100
+        elsewhere. Further ones are passed to the backbone and the family's loss.
 
         Returns:
             `logits` [B, L, V], and the family's `loss` if there are `labels`; `hidden_states` and `attentions` if
             requested.
-
-        Raises:
-            ValueError: As from `MoTEModel.forward`.
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, task, task_ids)
         encoded = super().forward(*inputs, **kwargs, return_dict=True)
