@@ -112,11 +112,7 @@ class Analysis(Report):
         return _serializer().validate_json(text)
 
     def save(self, folder: str | Path) -> None:
-        """Write analysis.json, analysis.md and the charts.
-
-        Args:
-            folder: Folder, created if needed; files of an earlier analysis are replaced once all are complete.
-        """
+        """Write analysis.json, analysis.md and charts; those of an earlier run are replaced once all are complete."""
         folder = Path(folder)
         charts: dict[str, Callable[[Path], object]] = {}
         if similarities := {model.label: model.similarity for model in self.models if model.similarity}:

@@ -49,15 +49,9 @@ class WeightChange:
 
 
 def weight_change_of(model: str, start: str) -> WeightChange:
-    """Measure how much the weights of a model changed in training.
+    """Measure how much the weights of a model, a folder or Hub id, changed since its start.
 
-    Args:
-        model: A MoTE or a dense model: a folder or Hub id.
-        start: The model before training; a dense model stands for the MoTE upcycled from it.
-
-    Raises:
-        FileNotFoundError: If one of the two does not exist.
-        ValueError: If the two differ in architecture or shapes, or experts are compressed.
+    A dense start stands for the MoTE upcycled from it. Another layout or compressed experts are a `ValueError`.
     """
     checkpoint, source = open_checkpoint(model), open_checkpoint(start)
     trained = _load(checkpoint)
