@@ -127,9 +127,6 @@ def _of_embeddings(
     return replace(found, divergence=divergence_of(queries, documents), layout=tsne(queries, documents, options.seed))
 
 
-# Tasks of a model, and its embeddings for them ------------------------------------------------------------------------
-
-
 def mote_config(model: Encoder) -> Any | None:
     """Return the config of a MoTE, None for any other model."""
     config: Any = getattr(model[0], "config", None)

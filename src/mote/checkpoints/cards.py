@@ -57,9 +57,6 @@ _OF_OTHER_PROGRAMS = (
 )
 
 
-# Write ---------------------------------------------------------------------------------------------------------------
-
-
 def write_card(src: str | Path, *, base_model: str | None = None, repo_id: str | None = None) -> str:
     """Rewrite the card (README.md) of a model, from what its own files say about it.
 
@@ -148,9 +145,6 @@ def _merged(body: str, earlier: str) -> str:
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
 
 
-# Facts about a model -------------------------------------------------------------------------------------------------
-
-
 def _values(model: Checkpoint, steps: list[dict[str, Any]], fresh: bool | None = None) -> dict[str, Any]:
     """Return the values for the template; unless `fresh` says so, files tell whether the experts are still copies."""
     of_kind = _values_of_mote(model, steps, fresh) if is_mote(model.config) else _values_of_dense(model, steps)
@@ -233,9 +227,6 @@ def _custom_shared_modules(config: MoTEConfig) -> list[str] | None:
     if shared is None or token_routing(config) is not None or (usual and tuple(shared) == usual.shared_modules):
         return None
     return [*shared]
-
-
-# Metadata ------------------------------------------------------------------------------------------------------------
 
 
 def card_data(source: Checkpoint, relation: str, tags: Iterable[str] = ()) -> ModelCardData:

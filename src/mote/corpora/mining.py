@@ -115,9 +115,6 @@ def _statistics(mined: dict[str, np.ndarray]) -> dict[str, Any]:
     }
 
 
-# Filtering -----------------------------------------------------------------------------------------------------------
-
-
 def filter_pairs(
     datasets: Sequence[str], out: str | Path, model: str | Path, options: FilterOptions | None = None, **settings: Any
 ) -> Path:

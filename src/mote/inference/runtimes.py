@@ -46,9 +46,6 @@ def require(backend: str) -> None:
         )
 
 
-# Conversion ----------------------------------------------------------------------------------------------------------
-
-
 def convert(folder: Path, *, backend: str, quantize: str | None = None, texts: Sequence[str]) -> dict[str, Any]:
     """Add a dense model in the format of a runtime to its folder, and compare the two.
 
@@ -171,9 +168,6 @@ def _write_openvino(program: Any, file: Path, quantize: str | None, features: li
         transformer = nncf.ModelType.TRANSFORMER
         model = nncf.quantize(model, nncf.Dataset(arrays), model_type=transformer, subset_size=len(arrays))
     openvino.save_model(model, file, compress_to_fp16=False)
-
-
-# Running -------------------------------------------------------------------------------------------------------------
 
 
 def load_exported(

@@ -44,9 +44,6 @@ SHARED = "shared"
 logger = logging.getLogger(__name__)
 
 
-# Tasks and instructions, from the configs alone ----------------------------------------------------------------------
-
-
 def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
     """Return the tasks and instructions of the model that a recipe trains; an error if its source does not suit it."""
     settings = recipe.model
@@ -200,9 +197,6 @@ def check_fit(recipe: RunSettings, source: Checkpoint, config: MoTEConfig, tasks
         )
     for task in tasks:
         config.expert_of(task)  # an error if the task is unknown
-
-
-# The model -----------------------------------------------------------------------------------------------------------
 
 
 def build_model(
