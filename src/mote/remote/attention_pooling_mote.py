@@ -9,7 +9,6 @@ This file is only copied into saved models that pool in this way; their `auto_ma
 """
 
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +16,6 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from .configuration_mote import MoTEConfig
@@ -179,11 +177,6 @@ class AttentionPooling(Pooling):
         require_tokens(mask)
         features["sentence_embedding"] = super().forward(pooled, **kwargs)["sentence_embedding"].to(hidden.dtype)
         return features
-
-    def save(self, output_path: str, *args: Any, **kwargs: Any) -> None:
-        """Save the settings, and this file next to the model's own code."""
-        super().save(output_path, *args, **kwargs)
-        custom_object_save(self, Path(output_path).parent)
 
 
 AttentionPoolingConfig.register_for_auto_class()

@@ -78,7 +78,6 @@ class InstructedTransformer(Transformer):
         """
         if not inputs:
             return {}
-        prompt = self.prompt_for(task, prompt)
         if prompt is None or isinstance(prompt, str):
             starts, whole = [prompt or ""] * len(inputs), inputs
         else:
@@ -103,10 +102,6 @@ class InstructedTransformer(Transformer):
         if tokenizer.truncation_side == "left" and any(one.overflowing for one in encodings):
             logger.warning_once("Long texts were truncated from the left, and lost their instruction")
         return features
-
-    def prompt_for(self, task: str | None, prompt: Any) -> Any:
-        """Return the prompt to use, here the one that is given: see `MoTETransformer.prompt_for`."""
-        return prompt
 
     def _instruction_in(self, text: str) -> str:
         """Return the instruction that a text begins with, possibly empty."""
@@ -144,11 +139,6 @@ class InstructedTransformer(Transformer):
         out = super().forward(others, task=task, **kwargs)
         features.update(out)  # as the base class leaves them; losses over layers read them there
         return {**out, **mask}
-
-    def save(self, output_path: str, *args: Any, **kwargs: Any) -> None:
-        """Save the model, the tokenizer, the settings, and the code that loads them."""
-        super().save(output_path, *args, **kwargs)
-        custom_object_save(self, output_path)
 
 
 class TextPooling(Pooling):

@@ -10,8 +10,6 @@ from .sentence_transformer_mote import MoTETransformer
 class InstructedMoTETransformer(InstructedTransformer, MoTETransformer):
     """A `MoTETransformer` that marks the tokens to pool, as `InstructedTransformer` does."""
 
-    prompt_for = MoTETransformer.prompt_for
-
     def preprocess(
         self,
         inputs: Any,
@@ -22,6 +20,7 @@ class InstructedMoTETransformer(InstructedTransformer, MoTETransformer):
     ) -> dict[str, Any]:
         """Tokenize, mark the tokens to pool, and decide on the task, in a list of prompts on that of each text."""
         if not inputs or prompt is None or isinstance(prompt, str):
+            prompt = self.prompt_for(task, prompt)
             return super().preprocess(inputs, prompt, processing_kwargs, task=task, **kwargs)
         tasks: list[Any] = [self.route_of([text], task, start) for text, start in zip(inputs, prompt, strict=True)]
         features = super().preprocess(inputs, prompt, processing_kwargs, task=tasks[0] or task, **kwargs)
