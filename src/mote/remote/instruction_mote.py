@@ -8,13 +8,11 @@ This file is only copied into saved models that leave instructions out; `modules
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
-from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import logging
 
 logger: Any = logging.get_logger(__name__)
@@ -160,11 +158,6 @@ class TextPooling(Pooling):
         masked = {**features, "attention_mask": features["pooling_mask"]}
         features["sentence_embedding"] = super().forward(masked, **kwargs)["sentence_embedding"]
         return features
-
-    def save(self, output_path: str, *args: Any, **kwargs: Any) -> None:
-        """Save the settings, and this file next to the model's own code."""
-        super().save(output_path, *args, **kwargs)
-        custom_object_save(self, Path(output_path).parent)
 
 
 def _text_of(value: Any) -> str:
