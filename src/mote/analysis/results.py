@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -104,12 +104,12 @@ class Analysis(Report):
 
     def to_json(self) -> str:
         """Serialize all numbers, the texts and the pairs."""
-        return _serializer().dump_json(self, indent=1).decode() + "\n"
+        return TypeAdapter(Analysis).dump_json(self, indent=1).decode() + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "Analysis":
         """Read what `to_json` wrote, as from analysis.json."""
-        return _serializer().validate_json(text)
+        return TypeAdapter(Analysis).validate_json(text)
 
     def save(self, folder: str | Path) -> None:
         """Write analysis.json, analysis.md and charts; those of an earlier run are replaced once all are complete."""
@@ -128,11 +128,6 @@ class Analysis(Report):
         for name in CHARTS:
             if name not in charts:
                 (folder / name).unlink(missing_ok=True)
-
-
-@cache
-def _serializer() -> "TypeAdapter[Analysis]":
-    return TypeAdapter(Analysis)
 
 
 def _samples_table(title: str, samples: Mapping[str, Samples]) -> str:
