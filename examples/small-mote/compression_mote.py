@@ -109,12 +109,7 @@ class Int8Linear(nn.Module):
 
 
 class CompressedModel(MoTEModel):
-    """A MoTE whose experts are compressed.
-
-    Args:
-        config: Backbone, experts, tasks, and how the experts are compressed.
-        backbone: As in `MoTEModel`.
-    """
+    """A `MoTEModel` whose experts are compressed."""
 
     config: CompressedConfig
     config_class = CompressedConfig

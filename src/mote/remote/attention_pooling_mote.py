@@ -36,9 +36,6 @@ class AttentionPoolingConfig(MoTEConfig):
         pooling_heads: Number of heads.
         pooling_head_dim: Width of a head. Default: the hidden size, as in NV-Embed, so that all heads together are
             `pooling_heads` times as wide as the hidden states.
-
-    Raises:
-        ValueError: As in `MoTEConfig`.
     """
 
     model_type = "mote_attention_pooling"
@@ -109,12 +106,7 @@ def _normed(norm: nn.LayerNorm, inputs: torch.Tensor) -> torch.Tensor:
 
 
 class AttentionPoolingModel(MoTEModel):
-    """A MoTE whose `pooler_output` is the mean over the states of an [`AttentionLayer`].
-
-    Args:
-        config: Backbone, experts, tasks, and the sizes of the pooling.
-        backbone: As in `MoTEModel`.
-    """
+    """A `MoTEModel` whose `pooler_output` is the mean over the states of an [`AttentionLayer`]."""
 
     config: AttentionPoolingConfig
     config_class = AttentionPoolingConfig

@@ -332,15 +332,11 @@ class TokenRoutedOutput(BaseModelOutputWithPooling):
 
 
 class TokenRoutedModel(MoTEModel):
-    """A dense encoder in whose blocks each token goes through the experts that a router picks.
+    """A `MoTEModel` in whose blocks each token goes through the experts that a router picks.
 
     `forward` takes two arguments more than that of `MoTEModel`: `output_router_logits=True` returns the logits of each
     block's router; `balance_share` is the share of one row in a training step, 1 / number of rows, so that the
     load-balancing losses of the step's forward passes add up to one loss (default: a pass is a whole step).
-
-    Args:
-        config: Backbone, experts, tasks, routing.
-        backbone: As in `MoTEModel`.
     """
 
     config: TokenRoutedConfig
