@@ -107,7 +107,6 @@ def _tasks(models: Mapping[str, Encoder], given: Sequence[str] | None, only_pair
 def _of_embeddings(
     label: str, model: Encoder, tasks: list[str], texts: Texts, pairs: Texts | None, options: AnalyzeOptions
 ) -> ModelAnalysis:
-    """Take all measurements on the model's embeddings."""
     embeddings = {task: embed(model, texts.texts, task, options.batch_size) for task in tasks}
     known, config = instructions_of(model), mote_config(model)
     found = ModelAnalysis(

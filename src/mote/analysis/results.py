@@ -142,7 +142,6 @@ def _mean_and_std(values: Array) -> str:
 
 
 def _test_cells(test: WelchTest) -> list[str]:
-    """Format t, degrees of freedom and p."""
     return ["-"] * 3 if test.p is None else [f"{test.t:.2f}", f"{test.degrees_of_freedom:.1f}", f"{test.p:.2g}"]
 
 

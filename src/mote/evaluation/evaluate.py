@@ -196,7 +196,6 @@ def _main_score(result: TaskResult, task: AbsTask) -> float:
 
 
 def _instructions(options: EvaluateOptions, names: Sequence[str]) -> dict[str, str]:
-    """Turn the definitions of datasets into instructions."""
     if options.template is not None and not options.definitions:
         raise ValueError("A template is for definitions, but there are none: add `--definition DATASET=TEXT`")
     return {

@@ -28,11 +28,9 @@ class InstructedTransformer(Transformer):
     not, unless there is no instruction.
 
     Args:
-        *args: See the base class.
         instruction_pooling: `excluded`: the first pooled token is the first that holds a character of the text.
             `excluded_by_count`: as many tokens are left out, from the start of the row, as the instruction alone has
             without special tokens, as in NV-Embed's own code.
-        **kwargs: See the base class.
 
     Raises:
         ValueError: If the tokenizer does not tell which characters a token stands for.
