@@ -21,25 +21,15 @@ CHARTS = ("similarity.png", "tsne.png")
 
 @dataclass(frozen=True)
 class ModelAnalysis:
-    """Results for one model.
+    """Results for one model."""
 
-    Attributes:
-        label: Name in tables and charts.
-        instructions: Compared task → its prompt.
-        experts: Task → its expert; empty for models that do not route by task.
-        similarity: As from `similarity_of`; empty if there are no tasks to compare.
-        divergence: As from `divergence_of`; empty if the model knows no roles of search.
-        layout: t-SNE of queries and documents, [2 N, 2], queries first.
-        weight_change: Weight change from the start; None without one.
-    """
-
-    label: str
-    instructions: dict[str, str]
-    experts: dict[str, str]
-    similarity: Samples
-    divergence: Samples = field(default_factory=dict)
-    layout: Array | None = None
-    weight_change: WeightChange | None = None
+    label: str  # in tables and charts
+    instructions: dict[str, str]  # compared task → its prompt
+    experts: dict[str, str]  # task → its expert; empty for models that do not route by task
+    similarity: Samples  # of `similarity_of`; empty if there are no tasks to compare
+    divergence: Samples = field(default_factory=dict)  # of `divergence_of`; empty if there are no roles of search
+    layout: Array | None = None  # t-SNE of queries and documents, [2 N, 2], queries first
+    weight_change: WeightChange | None = None  # from the start, if one is given
 
 
 @dataclass(frozen=True, repr=False)

@@ -111,17 +111,11 @@ class TokenRoutedConfig(MoTEConfig):
 
 
 class TokenRouting(NamedTuple):
-    """The routing settings of one forward pass, an argument of each routed block.
+    """The routing settings of one forward pass, an argument of each routed block."""
 
-    Attributes:
-        token_mask: True for tokens, False for padding, which the loss ignores, [B, L]. None: no padding.
-        loss_weight: Factor of the load-balancing loss in this pass. 0: no such loss.
-        record: Called by each block, in order, with its router's logits, [B, L, E].
-    """
-
-    token_mask: torch.Tensor | None = None
-    loss_weight: float = 0.0
-    record: Callable[[torch.Tensor], None] | None = None
+    token_mask: torch.Tensor | None = None  # True for tokens, False for padding, which the loss ignores, [B, L]
+    loss_weight: float = 0.0  # factor of the load-balancing loss
+    record: Callable[[torch.Tensor], None] | None = None  # given the router's logits of each block, [B, L, E]
 
 
 # Formula of the load-balancing loss → what Σ rᵢ pᵢ is multiplied by in each of L blocks, for E experts and K per token.
