@@ -24,9 +24,6 @@ class CompressedConfig(MoTEConfig):
     Args:
         expert_rank: Rank of the experts' differences from their mean.
         expert_bits: 8: the experts' matrices are stored as 8-bit integers.
-
-    Raises:
-        ValueError: As in `MoTEConfig`; or if not exactly one of the two is set, or it is out of range.
     """
 
     model_type = "mote_compressed"

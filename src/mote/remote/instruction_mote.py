@@ -31,9 +31,6 @@ class InstructedTransformer(Transformer):
         instruction_pooling: `excluded`: the first pooled token is the first that holds a character of the text.
             `excluded_by_count`: as many tokens are left out, from the start of the row, as the instruction alone has
             without special tokens, as in NV-Embed's own code.
-
-    Raises:
-        ValueError: If the tokenizer does not tell which characters a token stands for.
     """
 
     config_keys = [*Transformer.config_keys, "instruction_pooling"]

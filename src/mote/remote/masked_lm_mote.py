@@ -32,15 +32,9 @@ class HiddenStates(nn.Module):
 
 
 class MoTEForMaskedLM(MoTEModel):
-    """A MoTE with the masked-language-model head of its backbone's family.
+    """A `MoTEModel` with the masked-language-model head of its backbone's family.
 
-    Args:
-        config: Backbone, experts, tasks.
-        dense: A native model with its head to take over ("upcycle"), such as a `BertForMaskedLM`; otherwise as
-            `backbone` of [`MoTEModel`].
-
-    Raises:
-        ValueError: As in `MoTEModel`, or if transformers has no such head for the family.
+    `dense` is a native model with its head to take over ("upcycle"), such as a `BertForMaskedLM`.
     """
 
     accepts_loss_kwargs = False  # most families' losses are means over a batch, which a Trainer must know

@@ -76,9 +76,6 @@ class TokenRoutedConfig(MoTEConfig):
         router_aux_loss_type: Formula of this loss, a key of `LOSS_FACTORS`.
         shared_expert_bias: Whether the experts of a block share a single bias, [H], added once to the weighted sum of
             their outputs, as in Nomic Embed v2 as published.
-
-    Raises:
-        ValueError: As in `MoTEConfig`; or if one of these settings is out of range, or experts are left out.
     """
 
     model_type = "mote_token_routed"
