@@ -49,16 +49,9 @@ class Group(NamedTuple):
 def groups_of(
     experts: list[str], attention_mask: torch.Tensor | None, length: int, device: torch.device
 ) -> list[Group]:
-    """Sort the rows of a batch by expert and length, and split them into groups.
+    """Sort the rows of a batch by expert and length, and split them into groups; those of one expert are consecutive.
 
-    Args:
-        experts: The expert of each row, [B].
-        attention_mask: 1 for tokens, 0 for padding, [B, L]. None, or of another shape: all rows have full length.
-        length: L.
-        device: The batch's device.
-
-    Returns:
-        The groups; groups of one expert are consecutive.
+    Without an attention mask [B, L], or with one of another shape, all rows have full length.
     """
     lengths = [length] * len(experts)
     if attention_mask is not None and attention_mask.dim() == 2:

@@ -3,7 +3,8 @@
 import logging
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
 
@@ -113,3 +114,16 @@ def console_logging() -> None:
     if not any(isinstance(handler, ConsoleHandler) for handler in logger.handlers):
         logger.addHandler(ConsoleHandler())
     logger.setLevel(logging.WARNING if os.environ.get("RANK", "0") != "0" else logging.INFO)
+
+
+@contextmanager
+def quieted(*names: str, level: int) -> Iterator[None]:
+    """Silence what some packages log below a level."""
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
+    try:
+        for logger in levels:
+            logger.setLevel(level)
+        yield
+    finally:
+        for logger, before in levels.items():
+            logger.setLevel(before)

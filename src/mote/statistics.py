@@ -15,29 +15,18 @@ class Comparison:
 
     The p-values are one-sided: the probability of a gain as large as this, if the model were not better. Welch's t-test
     is the paper's. It treats the scores of the two models as independent samples, so that the spread between datasets
-    hides a gain; the paired tests look at the gain on each dataset.
-
-    Attributes:
-        model: The model.
-        reference: The model that it is compared with.
-        datasets: Number of datasets that both have scores for.
-        gain: Mean of the model's scores minus the mean of the reference's.
-        higher: Number of datasets on which the model scores higher.
-        lower: Number of datasets on which it scores lower.
-        welch: p of Welch's t-test. None if undefined: fewer than 2 datasets, or equal scores in each model.
-        paired_t: p of the paired t-test. None if undefined: fewer than 2 datasets, or all gains equal.
-        wilcoxon: p of Wilcoxon's signed-rank test. None if undefined: fewer than 2 datasets, or no gains.
+    hides a gain; the paired tests look at the gain on each dataset. With fewer than 2 datasets there are none.
     """
 
     model: str
     reference: str
-    datasets: int
-    gain: float
-    higher: int
-    lower: int
-    welch: float | None
-    paired_t: float | None
-    wilcoxon: float | None
+    datasets: int  # number of datasets that both have scores for
+    gain: float  # mean of the model's scores minus the mean of the reference's
+    higher: int  # number of datasets on which the model scores higher
+    lower: int  # number of datasets on which it scores lower
+    welch: float | None  # p of Welch's t-test; None if all scores of each model are equal
+    paired_t: float | None  # p of the paired t-test; None if all gains are equal
+    wilcoxon: float | None  # p of Wilcoxon's signed-rank test; None if there are no gains
 
     def __str__(self) -> str:
         """Format as one line."""
@@ -76,19 +65,14 @@ def compare_scores(model: str, reference: str, scores: Sequence[float], others: 
 class WelchTest:
     """One-sided Welch's t-test: is the mean of the first sample lower than that of the second?
 
-    Attributes:
-        mean_first: Mean of the first sample.
-        mean_second: Mean of the second sample.
-        t: Test statistic, negative if the first mean is lower. None if neither sample varies by more than rounding.
-        degrees_of_freedom: Those of Welch and Satterthwaite.
-        p: Probability of at least this difference if the first mean were not lower.
+    Without a result if neither sample varies by more than rounding.
     """
 
     mean_first: float
     mean_second: float
-    t: float | None = None
-    degrees_of_freedom: float | None = None
-    p: float | None = None
+    t: float | None = None  # test statistic, negative if the first mean is lower
+    degrees_of_freedom: float | None = None  # those of Welch and Satterthwaite
+    p: float | None = None  # probability of at least this difference if the first mean were not lower
 
 
 def welch_test(first: ArrayLike, second: ArrayLike) -> WelchTest:

@@ -107,7 +107,6 @@ def _tasks(models: Mapping[str, Encoder], given: Sequence[str] | None, only_pair
 def _of_embeddings(
     label: str, model: Encoder, tasks: list[str], texts: Texts, pairs: Texts | None, options: AnalyzeOptions
 ) -> ModelAnalysis:
-    """Take all measurements on the model's embeddings."""
     embeddings = {task: embed(model, texts.texts, task, options.batch_size) for task in tasks}
     known, config = instructions_of(model), mote_config(model)
     found = ModelAnalysis(
@@ -125,9 +124,6 @@ def _of_embeddings(
         for side, role in zip(sides, roles, strict=True)
     )
     return replace(found, divergence=divergence_of(queries, documents), layout=tsne(queries, documents, options.seed))
-
-
-# Tasks of a model, and its embeddings for them ------------------------------------------------------------------------
 
 
 def mote_config(model: Encoder) -> Any | None:

@@ -27,11 +27,9 @@ def cosines(first: NDArray[np.float64], second: NDArray[np.float64]) -> NDArray[
 
 
 def similarity_of(embeddings: Mapping[str, NDArray[np.float64]]) -> Samples:
-    """Compare the embeddings [N, H] of the same texts under several tasks.
+    """Compare the embeddings [N, H] of the same texts under several tasks; empty if there are no tasks.
 
-    Returns:
-        For each pair of tasks, in their order, the cosine similarity of the two embeddings of each text, [N]; and the
-        mean over the pairs, text by text. Empty if there are no tasks.
+    For each pair of tasks this is the cosine of the two embeddings of each text, [N]; and the mean over the pairs.
     """
     pairs = {f"{a} / {b}": cosines(embeddings[a], embeddings[b]) for a, b in combinations(embeddings, 2)}
     return {**pairs, ALL_PAIRS: np.mean(list(pairs.values()), axis=0)} if pairs else {}
@@ -52,14 +50,8 @@ def neighbor_distributions(
     """Turn distances into distributions, as in appendix A.1 of the CoT-MoTE paper: exp(-d) / Σ exp(-d), d = 1 - cosine.
 
     Each query is a distribution over the documents, each document one over the queries: the first is computed from the
-    matrix of all distances, the second from its transpose. If queries and documents coincide, the two are equal.
-
-    Args:
-        queries: Embeddings of the queries, [N, H].
-        documents: Embeddings of the document of each query, [N, H].
-
-    Returns:
-        The distributions of the queries and of the documents, [N, N] each.
+    matrix of all distances, the second from its transpose, [N, N] each. If queries and documents coincide, the two are
+    equal.
     """
     first, second = _normalized(queries), _normalized(documents)
     distances = 1 - first @ second.T  # [N, N]
@@ -86,11 +78,9 @@ def js_divergence(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.
 
 
 def divergence_of(queries: NDArray[np.float64], documents: NDArray[np.float64]) -> Samples:
-    """Measure the divergence between queries and their documents, [N, H] each, by two definitions of distributions.
+    """Measure the divergence between queries and their documents, [N, H] each, in nats, and the cosine: [N] each.
 
-    Returns:
-        KL in both directions, JS and the cosine of each pair, [N] each, by `as_distributions`; and "neighbors KL",
-        "neighbors JS" by `neighbor_distributions`. Divergences are in nats.
+    Distributions are those of `as_distributions`; for "neighbors KL" and "neighbors JS", of `neighbor_distributions`.
     """
     p, q = as_distributions(queries), as_distributions(documents)
     of_queries, of_documents = neighbor_distributions(queries, documents)

@@ -19,12 +19,7 @@ _PLAIN_TEXT = rc_context({"text.parse_math": False})  # a $ in a name does not s
 
 @_PLAIN_TEXT
 def draw_similarity(similarities: Mapping[str, Samples], path: str | Path) -> None:
-    """Draw the distribution of the similarity over the texts for each pair of tasks, the models side by side.
-
-    Args:
-        similarities: Label of a model → result of `similarity_of`, over the same pairs of tasks.
-        path: PNG to write.
-    """
+    """Draw the results of `similarity_of` by model, over the same pairs of tasks, as distributions, in a PNG."""
     count = len(similarities)
     pairs = list(next(iter(similarities.values())))
     figure = Figure(figsize=(max(2.2 + len(pairs) * (0.55 + 0.45 * count), 7.0), 4.4), layout="constrained")
@@ -49,12 +44,7 @@ def draw_similarity(similarities: Mapping[str, Samples], path: str | Path) -> No
 
 @_PLAIN_TEXT
 def draw_tsne(layouts: Mapping[str, NDArray[np.float64]], path: str | Path) -> None:
-    """Draw the t-SNE of queries and documents, a panel for each model; a line joins a query and its document.
-
-    Args:
-        layouts: Label of a model → points [2 N, 2], the queries first, as `tsne` gives them.
-        path: PNG to write.
-    """
+    """Draw the points of `tsne` by model, a panel each, in a PNG; a line joins a query and its document."""
     figure = Figure(figsize=(0.8 + 4.6 * len(layouts), 5.2), layout="constrained")
     figure.suptitle("Queries and documents (t-SNE of the embeddings, cosine distance)")
     axes = figure.subplots(1, len(layouts), squeeze=False)[0]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -21,25 +21,15 @@ CHARTS = ("similarity.png", "tsne.png")
 
 @dataclass(frozen=True)
 class ModelAnalysis:
-    """Results for one model.
+    """Results for one model."""
 
-    Attributes:
-        label: Name in tables and charts.
-        instructions: Compared task → its prompt.
-        experts: Task → its expert; empty for models that do not route by task.
-        similarity: As from `similarity_of`; empty if there are no tasks to compare.
-        divergence: As from `divergence_of`; empty if the model knows no roles of search.
-        layout: t-SNE of queries and documents, [2 N, 2], queries first.
-        weight_change: Weight change from the start; None without one.
-    """
-
-    label: str
-    instructions: dict[str, str]
-    experts: dict[str, str]
-    similarity: Samples
-    divergence: Samples = field(default_factory=dict)
-    layout: Array | None = None
-    weight_change: WeightChange | None = None
+    label: str  # in tables and charts
+    instructions: dict[str, str]  # compared task → its prompt
+    experts: dict[str, str]  # task → its expert; empty for models that do not route by task
+    similarity: Samples  # of `similarity_of`; empty if there are no tasks to compare
+    divergence: Samples = field(default_factory=dict)  # of `divergence_of`; empty if there are no roles of search
+    layout: Array | None = None  # t-SNE of queries and documents, [2 N, 2], queries first
+    weight_change: WeightChange | None = None  # from the start, if one is given
 
 
 @dataclass(frozen=True, repr=False)
@@ -104,19 +94,15 @@ class Analysis(Report):
 
     def to_json(self) -> str:
         """Serialize all numbers, the texts and the pairs."""
-        return _serializer().dump_json(self, indent=1).decode() + "\n"
+        return TypeAdapter(Analysis).dump_json(self, indent=1).decode() + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "Analysis":
         """Read what `to_json` wrote, as from analysis.json."""
-        return _serializer().validate_json(text)
+        return TypeAdapter(Analysis).validate_json(text)
 
     def save(self, folder: str | Path) -> None:
-        """Write analysis.json, analysis.md and the charts.
-
-        Args:
-            folder: Folder, created if needed; files of an earlier analysis are replaced once all are complete.
-        """
+        """Write analysis.json, analysis.md and charts; those of an earlier run are replaced once all are complete."""
         folder = Path(folder)
         charts: dict[str, Callable[[Path], object]] = {}
         if similarities := {model.label: model.similarity for model in self.models if model.similarity}:
@@ -134,11 +120,6 @@ class Analysis(Report):
                 (folder / name).unlink(missing_ok=True)
 
 
-@cache
-def _serializer() -> "TypeAdapter[Analysis]":
-    return TypeAdapter(Analysis)
-
-
 def _samples_table(title: str, samples: Mapping[str, Samples]) -> str:
     """Lay out a row for each measure, a column for each model."""
     names = dict.fromkeys(name for of_model in samples.values() for name in of_model)
@@ -151,7 +132,6 @@ def _mean_and_std(values: Array) -> str:
 
 
 def _test_cells(test: WelchTest) -> list[str]:
-    """Format t, degrees of freedom and p."""
     return ["-"] * 3 if test.p is None else [f"{test.t:.2f}", f"{test.degrees_of_freedom:.1f}", f"{test.p:.2g}"]
 
 

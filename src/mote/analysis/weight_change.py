@@ -26,38 +26,23 @@ Weights = dict[tuple[str, int | None], list[torch.Tensor]]  # (expert, or "" if 
 
 @dataclass(frozen=True)
 class WeightChange:
-    """Relative change of a model's weights: the Frobenius norm of the change, relative to that of the start's weights.
+    """Relative changes of weights: the Frobenius norm of each change, relative to that of the start's weights."""
 
-    Attributes:
-        start: Name of the model that they are compared with.
-        experts: Expert → its change in each layer; None in a layer without experts. The layer's attention is not
-            included. A dense model has one "expert", the `DENSE` part of each layer.
-        shared: Change of the weights of each layer that all experts share: the attention, or the whole of a layer
-            without experts.
-        outside: Change of the weights outside of the layers, such as token embeddings.
-        overall: Expert → its change over all layers.
-        cosines: Pair of experts, as in "one / other" → cosine between their changes over all layers; None if one did
-            not change.
-    """
-
-    start: str
+    start: str  # name of the model that they are compared with
+    # Expert → its change in each layer, without the attention; None in a layer without experts. A dense model has one
+    # "expert", the `DENSE` part of each layer.
     experts: dict[str, list[float | None]]
-    shared: list[float | None]
-    outside: float
-    overall: dict[str, float | None]
+    shared: list[float | None]  # of each layer: the attention, or the whole of a layer without experts
+    outside: float  # of the layers, such as token embeddings
+    overall: dict[str, float | None]  # expert → its change over all layers
+    # Pair of experts, as in "one / other" → cosine between their changes over all layers; None if one did not change.
     cosines: dict[str, float | None]
 
 
 def weight_change_of(model: str, start: str) -> WeightChange:
-    """Measure how much the weights of a model changed in training.
+    """Measure how much the weights of a model, a folder or Hub id, changed since its start.
 
-    Args:
-        model: A MoTE or a dense model: a folder or Hub id.
-        start: The model before training; a dense model stands for the MoTE upcycled from it.
-
-    Raises:
-        FileNotFoundError: If one of the two does not exist.
-        ValueError: If the two differ in architecture or shapes, or experts are compressed.
+    A dense start stands for the MoTE upcycled from it. Another layout or compressed experts are a `ValueError`.
     """
     checkpoint, source = open_checkpoint(model), open_checkpoint(start)
     trained = _load(checkpoint)

@@ -9,6 +9,7 @@ import logging
 import math
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -55,9 +56,6 @@ _OF_OTHER_PROGRAMS = (
     re.compile(r"^This is a \[sentence-transformers\].*?(\n\n+|\Z)", re.MULTILINE | re.DOTALL),
     re.compile(r"^## Usage\n(?:<!--.*?-->|```.*?```|.)*?(?=^## |\Z)", re.MULTILINE | re.DOTALL),
 )
-
-
-# Write ---------------------------------------------------------------------------------------------------------------
 
 
 def write_card(src: str | Path, *, base_model: str | None = None, repo_id: str | None = None) -> str:
@@ -114,8 +112,8 @@ def rewritten_card(
     """Return the card of a model, with the text and metadata of an earlier card in `folder`."""
     if not is_mote(model.config) and not any(step["step"] != "extract" for step in steps):
         raise ValueError(f"{model.name} is not a MoTE, and has no mote.json that says it was made from one")
-    earlier = _read_body(folder / "README.md")
-    data = _merged_metadata(front_matter(folder), steps, is_mote(model.config), base_model)
+    known, earlier = _read(folder / "README.md")  # unreadable metadata are an error: they would be lost
+    data = _merged_metadata(known, steps, is_mote(model.config), base_model)
     head, end, body = _card(model, data, repo_id, _values(model, steps)).partition("\n---\n\n")
     return head + end + _merged(body, earlier)
 
@@ -146,9 +144,6 @@ def _merged(body: str, earlier: str) -> str:
     lead, heading, sections = f"\n{kept}".partition("\n## ") if "about" in regions else ("", "", kept)
     parts = (regions.get("about", ""), lead, regions.get("usage", ""), heading + sections, regions.get("made", ""))
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
-
-
-# Facts about a model -------------------------------------------------------------------------------------------------
 
 
 def _values(model: Checkpoint, steps: list[dict[str, Any]], fresh: bool | None = None) -> dict[str, Any]:
@@ -235,15 +230,14 @@ def _custom_shared_modules(config: MoTEConfig) -> list[str] | None:
     return [*shared]
 
 
-# Metadata ------------------------------------------------------------------------------------------------------------
-
-
 def card_data(source: Checkpoint, relation: str, tags: Iterable[str] = ()) -> ModelCardData:
     """Build the metadata of a new card: base model, and the source's language and licence.
 
     The base model is an id on the Hub: for a folder, the one that its own card names, if any.
     """
-    known = front_matter(source.folder)
+    known: dict[str, Any] = {}
+    with suppress(ValueError):
+        known, _ = _read(source.folder / "README.md")
     kept: dict[str, Any] = {
         name: known[name] for name in ("language", "license", "license_name", "license_link") if name in known
     }
@@ -276,28 +270,18 @@ def _metadata(base_model: Any, relation: str, tags: Iterable[str], others: Mappi
     return data
 
 
-def front_matter(folder: Path) -> dict[str, Any]:
-    """Read the metadata of the card in a folder; empty if the card cannot be read."""
-    readme = folder / "README.md"
+def _read(readme: Path) -> tuple[dict[str, Any], str]:
+    """Read the metadata of a card, and the text below them; both are empty if there is no card."""
+    if not readme.is_file():
+        return {}, ""
     try:
-        return (metadata_load(readme) if readme.is_file() else None) or {}
-    except (yaml.YAMLError, ValueError):
-        return {}
-
-
-def _read_body(readme: Path) -> str:
-    """Read the text of a card below its metadata; unreadable metadata are an error, since they would be lost."""
-    try:
-        if not readme.is_file():
-            return ""
-        metadata_load(readme)
-        text = readme.read_text(encoding="utf-8").replace("\r\n", "\n")
+        metadata, text = metadata_load(readme) or {}, readme.read_text(encoding="utf-8").replace("\r\n", "\n")
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(
             f"The metadata of the card {readme} cannot be read ({' '.join(str(error).split())}): fix what is between "
             "its lines `---`, or remove the card"
         ) from error
-    return re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)
+    return metadata, re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)
 
 
 def languages(of_source: Any) -> Any:

@@ -62,9 +62,6 @@ def _read_record(folder: Path) -> dict[str, Any]:
     return record
 
 
-# Command lines -------------------------------------------------------------------------------------------------------
-
-
 def command_line(*words: str, **options: Any) -> str:
     """Build a command line of `mote`, without local paths.
 

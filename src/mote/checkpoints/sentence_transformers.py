@@ -31,9 +31,6 @@ logger = logging.getLogger(__name__)
 POOLING_NAMES = {"mean": "mean", "cls": "cls", "lasttoken": "last_token"}
 
 
-# Of a source ---------------------------------------------------------------------------------------------------------
-
-
 def pipeline_of(source: Checkpoint) -> Pipeline:
     """Read the Sentence-Transformers files of a source, whose modules must not have code of their own."""
     pipeline = Pipeline.read(source.folder)
@@ -97,9 +94,6 @@ def source_prompts(source: Checkpoint) -> dict[str, str]:
     if source.format == "nv_embed":
         prompts = {**nv_embed.prompts(source.read_json("instructions.json")), **prompts}
     return {name: text or "" for name, text in prompts.items()} if any(prompts.values()) else {}
-
-
-# Prompts of a new model ----------------------------------------------------------------------------------------------
 
 
 def prompts_of(config: MoTEConfig, kept: dict[str, str] | None = None) -> dict[str, str]:
@@ -170,9 +164,6 @@ def _default_prompt(source: Checkpoint, name: str | None, config: MoTEConfig, pr
         source.name,
     )
     return None
-
-
-# Writing -------------------------------------------------------------------------------------------------------------
 
 
 def write_sentence_transformer(

@@ -40,9 +40,6 @@ _INSTRUCTION_CODE = ("instruction_mote.py", "task_instruction_mote.py")
 _KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 
 
-# Modules -------------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Module:
     """A module of a Sentence-Transformers model."""
@@ -184,9 +181,6 @@ def first_module(module_type: str, included: bool) -> str:
         if module_type.rpartition(".")[2] in (plain.rpartition(".")[2], instructed.rpartition(".")[2]):
             return plain if included else instructed
     return module_type
-
-
-# Vectors and instructions ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,6 @@ class EditOptions(WriteOptions):
     revision: str | None = None
 
 
-# Commands ------------------------------------------------------------------------------------------------------------
-
-
 def as_command(verb: Verb) -> Callable[..., Any]:
     """Return a function with a signature that cyclopts turns into a command.
 
@@ -106,9 +103,6 @@ def _checked(settings: type[Settings], given: dict[str, Any]) -> Settings:
     except ValidationError as error:
         faults = [f"{_flag(key.partition('.')[0])}: {text}" if key else text for key, text in error_messages(error)]
         raise CycloptsError(msg="; ".join(faults)) from error
-
-
-# Parameters ----------------------------------------------------------------------------------------------------------
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[dict[str, type[Settings]], list[inspect.Parameter]]:
@@ -191,9 +185,6 @@ def _members(annotation: Any) -> Iterator[Any]:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-# Values --------------------------------------------------------------------------------------------------------------
 
 
 def _read_numbers(_: Any, tokens: Sequence[Token]) -> str | list[str]:

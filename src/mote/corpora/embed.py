@@ -111,9 +111,6 @@ def read_embeddings(folder: str | Path) -> tuple[list[str], Iterator[np.ndarray]
     return ids, map(read_shard, files)
 
 
-# Texts ---------------------------------------------------------------------------------------------------------------
-
-
 class CorpusText(NamedTuple):
     """A text of a corpus, its id, and its task if the corpus has a column for it."""
 

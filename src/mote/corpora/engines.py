@@ -103,9 +103,6 @@ def read_shard(path: Path) -> Any:
     return column.flatten().to_numpy().reshape(len(column), -1).astype(np.float32)
 
 
-# Engines -------------------------------------------------------------------------------------------------------------
-
-
 def run(job: Job, numbers: Sequence[int], encoder: Encoder) -> Iterator[int]:
     """Embed shards of a job on the engine that the encoder's options name; yield the number of each written one."""
     if not numbers:

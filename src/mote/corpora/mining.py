@@ -115,15 +115,12 @@ def _statistics(mined: dict[str, np.ndarray]) -> dict[str, Any]:
     }
 
 
-# Filtering -----------------------------------------------------------------------------------------------------------
-
-
 def filter_pairs(
     datasets: Sequence[str], out: str | Path, model: str | Path, options: FilterOptions | None = None, **settings: Any
 ) -> Path:
     """Copy datasets of pairs, without the pairs that a model does not confirm.
 
-    The same call resumes an interrupted run.
+    The same call resumes an interrupted run. Errors are those of `mine_negatives`.
 
     Args:
         datasets: Paths and patterns below the data folder, as in recipes, or `hub:user/name`.
@@ -134,11 +131,6 @@ def filter_pairs(
 
     Returns:
         The folder. `record.json` holds the options, and for each dataset how many pairs stay.
-
-    Raises:
-        FileNotFoundError: If a dataset or the model does not exist.
-        OSError: If another process writes to the folder, or its disk is full.
-        ValueError: If a row or option is invalid, or the folder holds something else.
     """
     chosen = FilterOptions(**{**dict(options or ()), **settings})
 

@@ -106,9 +106,6 @@ def _as_line(row: dict[str, Any]) -> bytes:
     return json.dumps(row, ensure_ascii=False).encode() + b"\n"
 
 
-# Ranking -------------------------------------------------------------------------------------------------------------
-
-
 class Ranker(NamedTuple):
     """Scores all documents of a dataset for queries."""
 

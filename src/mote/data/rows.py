@@ -35,9 +35,6 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-# Rows of files -------------------------------------------------------------------------------------------------------
-
-
 class Row(NamedTuple):
     """A row as it was read: its location (`file:line` or `file: row n`), and its columns or what is wrong with it."""
 
@@ -106,8 +103,6 @@ def _parse(where: str, line: bytes, plain: bool) -> Row | None:
 def _numbered(name: str, rows: Iterable[dict[str, Any]]) -> Iterator[Row]:
     return (Row(f"{name}: row {number}", row) for number, row in enumerate(rows, start=1))
 
-
-# Datasets ------------------------------------------------------------------------------------------------------------
 
 AnySettings = TypeVar("AnySettings", bound="DatasetSource")
 

@@ -5,8 +5,8 @@ import logging
 import os
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -28,7 +28,9 @@ from mote.evaluation.scores import Evaluation
 from mote.evaluation.tasks import choose_tasks, matching
 from mote.hub import commit_of
 from mote.inference.loading import first_line
-from mote.reporting import label_models
+from mote.reporting import label_models, quieted
+
+LIBRARIES = ("mteb", "sentence_transformers", "transformers", "datasets")  # one line for each dataset is enough
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +62,8 @@ def evaluate(
         OSError: If results cannot be written.
     """
     options = EvaluateOptions(**{**dict(options or ()), **settings})
-    with _quiet():
+    with quieted(*LIBRARIES, level=logging.ERROR), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         tasks = choose_tasks(options.benchmark, options.data, options.tasks, options.limit)
         instructions = _instructions(options, [task.metadata.name for task in tasks])
         found = [EvaluatedModel(label, path, commit_of(path), options) for label, path in label_models(models).items()]
@@ -193,7 +196,6 @@ def _main_score(result: TaskResult, task: AbsTask) -> float:
 
 
 def _instructions(options: EvaluateOptions, names: Sequence[str]) -> dict[str, str]:
-    """Turn the definitions of datasets into instructions."""
     if options.template is not None and not options.definitions:
         raise ValueError("A template is for definitions, but there are none: add `--definition DATASET=TEXT`")
     return {
@@ -213,19 +215,3 @@ def prompts_of(tasks: Sequence[AbsTask], instructions: Mapping[str, str]) -> dic
             role = "-query" if any(isinstance(part, AbsTaskRetrieval) for part in parts) else ""
             found |= {f"{part.metadata.name}{role}": instruction for part in parts}
     return found
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence libraries: one line for each dataset is enough."""
-    loggers = [logging.getLogger(name) for name in ("mteb", "sentence_transformers", "transformers", "datasets")]
-    levels = [library.level for library in loggers]
-    for library in loggers:
-        library.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for library, level in zip(loggers, levels, strict=True):
-            library.setLevel(level)

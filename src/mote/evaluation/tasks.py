@@ -62,9 +62,6 @@ OFFICIAL = {
 }
 
 
-# Selection -----------------------------------------------------------------------------------------------------------
-
-
 def choose_tasks(
     benchmark: str | None, data: str | Path | None, names: Sequence[str] = (), limit: int | None = None
 ) -> list[AbsTask]:
@@ -116,9 +113,6 @@ def _name(dataset: EvaluationDataset, official: Official | None) -> str:
 def _official(dataset: EvaluationDataset) -> Official | None:
     official = OFFICIAL.get(dataset.path)
     return official if official and len(dataset.unchecked_rows()) == official.rows else None
-
-
-# What mteb's classes expect from each task ---------------------------------------------------------------------------
 
 
 def _fill_classification(task: "_FromFolder") -> DatasetDict:
@@ -181,9 +175,6 @@ def _searchable(retrieval: test_sets.RetrievalDataset, candidates: bool = False)
         "top_ranked": {query: list(grades) for query, grades in retrieval.qrels.items()} if candidates else None,
     }
     return {"test": split}
-
-
-# Tasks of mteb -------------------------------------------------------------------------------------------------------
 
 
 class Summaries(AbsTaskSummarization):

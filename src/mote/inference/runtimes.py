@@ -46,22 +46,12 @@ def require(backend: str) -> None:
         )
 
 
-# Conversion ----------------------------------------------------------------------------------------------------------
-
-
 def convert(folder: Path, *, backend: str, quantize: str | None = None, texts: Sequence[str]) -> dict[str, Any]:
-    """Add a dense model in the format of a runtime to its folder, and compare the two.
+    """Add a dense Sentence-Transformers model in the format of a runtime to its folder, and compare the two.
 
-    Args:
-        folder: Folder of the model, in Sentence-Transformers' format.
-        backend: `"onnx"` or `"openvino"`.
-        quantize: `"int8"`: matrices in 8-bit integers. ONNX Runtime computes the scales of activations as it
-            runs (dynamic quantization), OpenVINO from the texts (static).
-        texts: Texts for calibration and comparison, as from `read_texts`.
-
-    Returns:
-        `{"converted": …}`: settings, and the cosines between the embeddings of the runtime (in float32) and of the
-        model in torch, both with the default prompt.
+    With `quantize="int8"`, matrices are 8-bit integers. ONNX Runtime computes the scales of activations as it runs
+    (dynamic quantization), OpenVINO from the texts (static). Returned are details for `mote.json`: settings, and the
+    cosines between the embeddings of the runtime (in float32) and of the model in torch, with the default prompt.
     """
     logger.info("Converting to %s …", FILES[backend])
     trusted = instruction_pooling_in(folder) != "included"  # its code was written by this package
@@ -171,9 +161,6 @@ def _write_openvino(program: Any, file: Path, quantize: str | None, features: li
         transformer = nncf.ModelType.TRANSFORMER
         model = nncf.quantize(model, nncf.Dataset(arrays), model_type=transformer, subset_size=len(arrays))
     openvino.save_model(model, file, compress_to_fp16=False)
-
-
-# Running -------------------------------------------------------------------------------------------------------------
 
 
 def load_exported(

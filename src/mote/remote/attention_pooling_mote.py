@@ -9,7 +9,6 @@ This file is only copied into saved models that pool in this way; their `auto_ma
 """
 
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +16,6 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from .configuration_mote import MoTEConfig
@@ -38,9 +36,6 @@ class AttentionPoolingConfig(MoTEConfig):
         pooling_heads: Number of heads.
         pooling_head_dim: Width of a head. Default: the hidden size, as in NV-Embed, so that all heads together are
             `pooling_heads` times as wide as the hidden states.
-
-    Raises:
-        ValueError: As in `MoTEConfig`.
     """
 
     model_type = "mote_attention_pooling"
@@ -61,12 +56,7 @@ class AttentionLayer(nn.Module):
     """Multi-head attention to latents, or among the tokens, and a feed-forward network.
 
     Matrix products use the dtype of the weights; norms, residuals and everything after them use at least float32.
-
-    Args:
-        width: H.
-        heads: Number of heads.
-        head_dim: Width of a head, D.
-        latents: Number of latents, N. None: tokens attend to each other.
+    Without latents, tokens attend to each other.
     """
 
     def __init__(self, width: int, heads: int, head_dim: int, latents: int | None) -> None:
@@ -116,12 +106,7 @@ def _normed(norm: nn.LayerNorm, inputs: torch.Tensor) -> torch.Tensor:
 
 
 class AttentionPoolingModel(MoTEModel):
-    """A MoTE whose `pooler_output` is the mean over the states of an [`AttentionLayer`].
-
-    Args:
-        config: Backbone, experts, tasks, and the sizes of the pooling.
-        backbone: As in `MoTEModel`.
-    """
+    """A `MoTEModel` whose `pooler_output` is the mean over the states of an [`AttentionLayer`]."""
 
     config: AttentionPoolingConfig
     config_class = AttentionPoolingConfig
@@ -168,11 +153,7 @@ class AttentionPooling(Pooling):
         self.network.pools = False
 
     def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """Add `sentence_embedding` [B, H] to the features; the mask for the mean does not affect the attention.
-
-        Raises:
-            ValueError: If a row has no token to pool.
-        """
+        """Add `sentence_embedding` [B, H] to the features; the mask for the mean does not affect the attention."""
         hidden, mask = features["token_embeddings"], features.get("attention_mask")
         layer = self.network.pooling
         if "cu_seq_lens_q" in features:  # flash attention: texts are concatenated in one row
@@ -188,11 +169,6 @@ class AttentionPooling(Pooling):
         require_tokens(mask)
         features["sentence_embedding"] = super().forward(pooled, **kwargs)["sentence_embedding"].to(hidden.dtype)
         return features
-
-    def save(self, output_path: str, *args: Any, **kwargs: Any) -> None:
-        """Save the settings, and this file next to the model's own code."""
-        super().save(output_path, *args, **kwargs)
-        custom_object_save(self, Path(output_path).parent)
 
 
 AttentionPoolingConfig.register_for_auto_class()

@@ -24,9 +24,6 @@ class CompressedConfig(MoTEConfig):
     Args:
         expert_rank: Rank of the experts' differences from their mean.
         expert_bits: 8: the experts' matrices are stored as 8-bit integers.
-
-    Raises:
-        ValueError: As in `MoTEConfig`; or if not exactly one of the two is set, or it is out of range.
     """
 
     model_type = "mote_compressed"
@@ -56,12 +53,8 @@ class LowRankLinear(nn.Module):
     """W x + b with W = M + U V, where M is shared by all experts of the block, and U and V belong to one expert.
 
     U V is the truncated singular value decomposition of W - M, the nearest matrix of that rank (Eckart-Young).
-    Each factor takes the square roots of the singular values, so that both can be trained further.
-
-    Args:
-        linear: The full-rank layer.
-        mean: The shared `nn.Linear` with M, [out, in].
-        rank: Rank of U V; capped at the full rank of the matrix.
+    Each factor takes the square roots of the singular values, so that both can be trained further. The rank is capped
+    at the full rank of the matrix.
     """
 
     def __init__(self, linear: nn.Linear, mean: SharedModule, rank: int) -> None:
@@ -85,11 +78,7 @@ class LowRankLinear(nn.Module):
 
 
 class Int8Linear(nn.Module):
-    """W x + b with W stored as integers from -127 to 127, and a scale for each row.
-
-    Args:
-        linear: The layer in floating point.
-    """
+    """W x + b with W stored as integers from -127 to 127, and a scale for each row."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -117,12 +106,7 @@ class Int8Linear(nn.Module):
 
 
 class CompressedModel(MoTEModel):
-    """A MoTE whose experts are compressed.
-
-    Args:
-        config: Backbone, experts, tasks, and how the experts are compressed.
-        backbone: As in `MoTEModel`.
-    """
+    """A `MoTEModel` whose experts are compressed."""
 
     config: CompressedConfig
     config_class = CompressedConfig
@@ -137,8 +121,7 @@ class CompressedModel(MoTEModel):
 def compress_block(block: MoTEBlock, rank: int | None) -> None:
     """Compress the experts of a block in place, as differences of this rank from their mean or, without one, in 8 bits.
 
-    Raises:
-        ValueError: If the rank is higher than the matrices' full rank.
+    A rank that is higher than the matrices' full rank is a `ValueError`.
     """
     experts = list(block.experts.values())
     matrices = {path: module for path, module in experts[0].named_modules() if isinstance(module, nn.Linear)}

@@ -33,9 +33,6 @@ class HierarchicalMoTEConfig(MoTEConfig):
 
     `backbone_config` is a [`TokenRoutedConfig`], or its dict; it has the settings of the routers, and determines
     `layer_path` and `shared_modules`.
-
-    Raises:
-        ValueError: As in `MoTEConfig`; or if `backbone_config` is not that of a token-routed model.
     """
 
     model_type = "mote_hierarchical"
@@ -55,12 +52,7 @@ class HierarchicalMoTEConfig(MoTEConfig):
 
 
 class HierarchicalMoTEModel(MoTEModel):
-    """An encoder in which sequences go through the expert of their task, which routes each of their tokens.
-
-    Args:
-        config: Backbone, experts, tasks.
-        backbone: A token-routed model to take over, like a dense one in `MoTEModel`.
-    """
+    """A `MoTEModel` over a token-routed backbone: sequences go to the expert of their task, which routes each token."""
 
     config: HierarchicalMoTEConfig
     config_class = HierarchicalMoTEConfig

@@ -8,13 +8,11 @@ This file is only copied into saved models that leave instructions out; `modules
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
-from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import logging
 
 logger: Any = logging.get_logger(__name__)
@@ -30,14 +28,9 @@ class InstructedTransformer(Transformer):
     not, unless there is no instruction.
 
     Args:
-        *args: See the base class.
         instruction_pooling: `excluded`: the first pooled token is the first that holds a character of the text.
             `excluded_by_count`: as many tokens are left out, from the start of the row, as the instruction alone has
             without special tokens, as in NV-Embed's own code.
-        **kwargs: See the base class.
-
-    Raises:
-        ValueError: If the tokenizer does not tell which characters a token stands for.
     """
 
     config_keys = [*Transformer.config_keys, "instruction_pooling"]
@@ -71,25 +64,13 @@ class InstructedTransformer(Transformer):
         task: str | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Tokenize, and mark the tokens to pool.
+        """Tokenize: the features of the base class, and `pooling_mask` [B, L], 1 for tokens that are pooled.
 
-        Args:
-            inputs: Texts.
-            prompt: The instruction to put in front of each text; or a list with one for each text.
-            processing_kwargs: See the base class.
-            task: See the base class.
-            **kwargs: See the base class.
-
-        Returns:
-            The features of the base class, and `pooling_mask` [B, L]: 1 for tokens that are pooled.
-
-        Raises:
-            ValueError: If a row has no token to pool, for example because its instruction fills the maximum length, or
-                there are not as many prompts as texts.
+        The prompt may be a list with one for each text. A row without a token to pool, for example because its
+        instruction fills the maximum length, is a `ValueError`.
         """
         if not inputs:
             return {}
-        prompt = self.prompt_for(task, prompt)
         if prompt is None or isinstance(prompt, str):
             starts, whole = [prompt or ""] * len(inputs), inputs
         else:
@@ -114,10 +95,6 @@ class InstructedTransformer(Transformer):
         if tokenizer.truncation_side == "left" and any(one.overflowing for one in encodings):
             logger.warning_once("Long texts were truncated from the left, and lost their instruction")
         return features
-
-    def prompt_for(self, task: str | None, prompt: Any) -> Any:
-        """Return the prompt to use, here the one that is given: see `MoTETransformer.prompt_for`."""
-        return prompt
 
     def _instruction_in(self, text: str) -> str:
         """Return the instruction that a text begins with, possibly empty."""
@@ -149,37 +126,19 @@ class InstructedTransformer(Transformer):
         return False
 
     def forward(self, features: dict[str, Any], task: str | None = None, **kwargs: Any) -> dict[str, Any]:
-        """Run the model on all tokens.
-
-        Args:
-            features: The output of `preprocess`.
-            task: See the base class.
-            **kwargs: See the base class.
-
-        Returns:
-            The features, with `token_embeddings` [B, L, H].
-        """
+        """Run the model on all tokens, and add `token_embeddings` [B, L, H] to the features."""
         mask = {name: value for name, value in features.items() if name == "pooling_mask"}
         others = {name: value for name, value in features.items() if name not in mask}
         out = super().forward(others, task=task, **kwargs)
         features.update(out)  # as the base class leaves them; losses over layers read them there
         return {**out, **mask}
 
-    def save(self, output_path: str, *args: Any, **kwargs: Any) -> None:
-        """Save the model, the tokenizer, the settings, and the code that loads them."""
-        super().save(output_path, *args, **kwargs)
-        custom_object_save(self, output_path)
-
 
 class TextPooling(Pooling):
     """A `Pooling` of the tokens of the text: those in `pooling_mask`, see `InstructedTransformer`.
 
-    The attention mask is not modified, because losses that cache gradients use the features again.
-
-    Args:
-        *args: See the base class.
-        include_prompt: If True, all tokens are pooled after all.
-        **kwargs: See the base class.
+    With `include_prompt=True`, all tokens are pooled after all. The attention mask is not modified, because losses that
+    cache gradients use the features again.
     """
 
     def __init__(self, *args: Any, include_prompt: bool = False, **kwargs: Any) -> None:
@@ -194,11 +153,6 @@ class TextPooling(Pooling):
         masked = {**features, "attention_mask": features["pooling_mask"]}
         features["sentence_embedding"] = super().forward(masked, **kwargs)["sentence_embedding"]
         return features
-
-    def save(self, output_path: str, *args: Any, **kwargs: Any) -> None:
-        """Save the settings, and this file next to the model's own code."""
-        super().save(output_path, *args, **kwargs)
-        custom_object_save(self, Path(output_path).parent)
 
 
 def _text_of(value: Any) -> str:

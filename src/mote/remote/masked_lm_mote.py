@@ -32,15 +32,9 @@ class HiddenStates(nn.Module):
 
 
 class MoTEForMaskedLM(MoTEModel):
-    """A MoTE with the masked-language-model head of its backbone's family.
+    """A `MoTEModel` with the masked-language-model head of its backbone's family.
 
-    Args:
-        config: Backbone, experts, tasks.
-        dense: A native model with its head to take over ("upcycle"), such as a `BertForMaskedLM`; otherwise as
-            `backbone` of [`MoTEModel`].
-
-    Raises:
-        ValueError: As in `MoTEModel`, or if transformers has no such head for the family.
+    `dense` is a native model with its head to take over ("upcycle"), such as a `BertForMaskedLM`.
     """
 
     accepts_loss_kwargs = False  # most families' losses are means over a batch, which a Trainer must know
@@ -83,23 +77,12 @@ class MoTEForMaskedLM(MoTEModel):
     ) -> MaskedLMOutput:
         """Predict the tokens of a batch, each sequence through the expert of its task.
 
-        Args:
-            input_ids: As in `MoTEModel.forward`, like the next six.
-            attention_mask: See there.
-            token_type_ids: See there.
-            position_ids: See there.
-            inputs_embeds: See there.
-            task: See there.
-            task_ids: See there.
-            labels: The tokens to predict, and -100 elsewhere, [B, L].
-            **kwargs: Arguments of the backbone, and of the family's loss.
+        Arguments and errors are those of `MoTEModel.forward`, and `labels` [B, L], the tokens to predict, and -100
+        elsewhere. Further ones are passed to the backbone and the family's loss.
 
         Returns:
             `logits` [B, L, V], and the family's `loss` if there are `labels`; `hidden_states` and `attentions` if
             requested.
-
-        Raises:
-            ValueError: As from `MoTEModel.forward`.
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, task, task_ids)
         encoded = super().forward(*inputs, **kwargs, return_dict=True)

@@ -178,20 +178,10 @@ class HybridPooling(SparsePooling):
         max_active_dims: int | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Replace the dense `sentence_embedding` [B, H] in the features.
+        """Replace the dense `sentence_embedding` [B, H] in the features by one of [B, V + H], or of [B, V].
 
-        Args:
-            features: Output of `Pooling`.
-            retrieval: Kind of vectors. Default: the module's.
-            weight: Weight of the sparse score. Default: the module's.
-            max_active_dims: Number of weights that `encode` will keep of the whole vector.
-            **kwargs: Ignored.
-
-        Returns:
-            The features, with `sentence_embedding` [B, V + H], [B, H] or [B, V].
-
-        Raises:
-            ValueError: If a value is out of range, or `encode` would cut the dense vector, too.
+        Kind of vectors and weight of the sparse score are the module's unless given. `encode` passes the number of
+        weights that it will keep, which is an error where that would cut the dense vector, too.
         """
         retrieval = retrieval or self.retrieval
         weight = self.weight if weight is None else weight

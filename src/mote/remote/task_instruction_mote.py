@@ -10,8 +10,6 @@ from .sentence_transformer_mote import MoTETransformer
 class InstructedMoTETransformer(InstructedTransformer, MoTETransformer):
     """A `MoTETransformer` that marks the tokens to pool, as `InstructedTransformer` does."""
 
-    prompt_for = MoTETransformer.prompt_for
-
     def preprocess(
         self,
         inputs: Any,
@@ -20,24 +18,9 @@ class InstructedMoTETransformer(InstructedTransformer, MoTETransformer):
         task: str | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Tokenize, mark the tokens to pool, and decide on the task.
-
-        Args:
-            inputs: Texts.
-            prompt: The instruction to put in front of each text; or a list with one for each text, whose task it
-                decides by the same rules.
-            processing_kwargs: See the base class.
-            task: A task of the config, or the hints "query" and "document".
-            **kwargs: See the base class.
-
-        Returns:
-            The features of the base classes: with `pooling_mask` [B, L] and `route`.
-
-        Raises:
-            ValueError: If the task is unknown, no rule decides on one, a row has no token to pool, or there are not as
-                many prompts as texts.
-        """
+        """Tokenize, mark the tokens to pool, and decide on the task, in a list of prompts on that of each text."""
         if not inputs or prompt is None or isinstance(prompt, str):
+            prompt = self.prompt_for(task, prompt)
             return super().preprocess(inputs, prompt, processing_kwargs, task=task, **kwargs)
         tasks: list[Any] = [self.route_of([text], task, start) for text, start in zip(inputs, prompt, strict=True)]
         features = super().preprocess(inputs, prompt, processing_kwargs, task=tasks[0] or task, **kwargs)

@@ -10,13 +10,9 @@ from .token_routing_mote import TokenRoutedConfig, TokenRoutedModel
 
 
 class TokenRoutedForMaskedLM(MoTEForMaskedLM, TokenRoutedModel):
-    """A token-routed model with the masked-language-model head of its backbone's family.
+    """A [`MoTEForMaskedLM`] that is token-routed.
 
     In training, the load-balancing loss adds its gradient; `loss` is the head's alone.
-
-    Args:
-        config: Backbone, experts, tasks, routing.
-        dense: As in [`MoTEForMaskedLM`].
     """
 
     config: TokenRoutedConfig

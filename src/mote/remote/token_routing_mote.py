@@ -76,9 +76,6 @@ class TokenRoutedConfig(MoTEConfig):
         router_aux_loss_type: Formula of this loss, a key of `LOSS_FACTORS`.
         shared_expert_bias: Whether the experts of a block share a single bias, [H], added once to the weighted sum of
             their outputs, as in Nomic Embed v2 as published.
-
-    Raises:
-        ValueError: As in `MoTEConfig`; or if one of these settings is out of range, or experts are left out.
     """
 
     model_type = "mote_token_routed"
@@ -106,26 +103,16 @@ class TokenRoutedConfig(MoTEConfig):
         require_known(self.router_aux_loss_type, LOSS_FACTORS, "router_aux_loss_type")
 
     def load_only(self, experts: str | Iterable[str]) -> None:
-        """Refuse: a text needs all experts.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Raise `ValueError`: a text needs all experts."""
         raise ValueError("With token routing every text needs all experts: load the model without `experts=`")
 
 
 class TokenRouting(NamedTuple):
-    """The routing settings of one forward pass, an argument of each routed block.
+    """The routing settings of one forward pass, an argument of each routed block."""
 
-    Attributes:
-        token_mask: True for tokens, False for padding, which the loss ignores, [B, L]. None: no padding.
-        loss_weight: Factor of the load-balancing loss in this pass. 0: no such loss.
-        record: Called by each block, in order, with its router's logits, [B, L, E].
-    """
-
-    token_mask: torch.Tensor | None = None
-    loss_weight: float = 0.0
-    record: Callable[[torch.Tensor], None] | None = None
+    token_mask: torch.Tensor | None = None  # True for tokens, False for padding, which the loss ignores, [B, L]
+    loss_weight: float = 0.0  # factor of the load-balancing loss
+    record: Callable[[torch.Tensor], None] | None = None  # given the router's logits of each block, [B, L, E]
 
 
 # Formula of the load-balancing loss → what Σ rᵢ pᵢ is multiplied by in each of L blocks, for E experts and K per token.
@@ -152,15 +139,9 @@ def load_balancing_loss(
     - `"megablocks"`: its mean over the blocks, times E/K, so that it is 1 when balanced: how Nomic Embed v2 was trained
       (databricks/megablocks, `batched_load_balancing_loss`), except that padding is ignored here.
 
-    Args:
-        router_logits: The router's logits in each block, [B, L, E] each.
-        token_mask: 1 or True for the tokens that count, [B, L]. None: all.
-        num_experts_per_tok: Number of experts that each token goes through.
-        formula: A key of `LOSS_FACTORS`.
-        num_blocks: Number of blocks in the model, if these are only some of them. Default: the number of these blocks.
-
-    Returns:
-        A scalar in float32. Its gradient flows through the probabilities only: the choice of experts has none.
+    Router logits are [B, L, E] for each block, the mask is [B, L]; the number of blocks is that of the whole model, if
+    these are only some. The result is in float32. Its gradient flows through the probabilities only: the choice of
+    experts has none.
     """
     factor = LOSS_FACTORS[formula](router_logits[0].shape[-1], num_experts_per_tok, num_blocks or len(router_logits))
     losses = []
@@ -247,15 +228,9 @@ class FeedForwardExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Run one expert after another, each on the tokens routed to it.
+        """Return the weighted sum of each token's experts, [N, H], given the experts' indices and weights, [N, K] each.
 
-        Args:
-            hidden_states: [N, H].
-            top_k_index: Indices of each token's experts, [N, K].
-            top_k_weights: Their weights, [N, K].
-
-        Returns:
-            The weighted sum of each token's experts, [N, H].
+        Runs one expert after another, each on the tokens routed to it.
         """
         out = torch.zeros_like(hidden_states)
         for expert in range(self.num_experts):
@@ -269,13 +244,7 @@ class FeedForwardExperts(nn.Module):
 
 
 class TokenRoutedFeedForward(nn.Module):
-    """A router and experts, in place of a dense feed-forward network.
-
-    Args:
-        layer: The dense layer.
-        network: Paths of its feed-forward network, which the experts are copies of.
-        config: The model's config.
-    """
+    """A router and experts, copies of a dense layer's feed-forward network, in place of this network."""
 
     def __init__(self, layer: nn.Module, network: FeedForward, config: TokenRoutedConfig) -> None:
         super().__init__()
@@ -295,15 +264,7 @@ class TokenRoutedFeedForward(nn.Module):
         )
 
     def forward(self, hidden_states: torch.Tensor, routing: TokenRouting) -> torch.Tensor:
-        """Send each token through its experts.
-
-        Args:
-            hidden_states: [B, L, H].
-            routing: The settings of this forward pass.
-
-        Returns:
-            [B, L, H].
-        """
+        """Send each token through its experts: [B, L, H] → [B, L, H]."""
         logits = self.router(hidden_states)  # [B, L, E]
         weights, index = logits.float().softmax(dim=-1).topk(self.num_experts_per_tok, dim=-1)  # [B, L, K]
         if self.norm_topk_prob:
@@ -321,13 +282,7 @@ class TokenRoutedFeedForward(nn.Module):
 
 
 class TokenRoutedBlock(nn.Module):
-    """One block: the dense layer, shared by all tokens, with experts in place of its feed-forward network.
-
-    Args:
-        layer: The dense layer of the backbone, taken over.
-        network: Paths of its feed-forward network.
-        config: The model's config.
-    """
+    """One block: a dense layer, taken over and shared by all tokens, with experts as its feed-forward network."""
 
     def __init__(self, layer: nn.Module, network: FeedForward, config: TokenRoutedConfig) -> None:
         super().__init__()
@@ -343,20 +298,11 @@ class TokenRoutedBlock(nn.Module):
             self.attention_type = layer.attention_type
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, routing: TokenRouting, **kwargs: Any) -> Any:
-        """Run the layer.
+        """Run the layer: [B, L, H] → [B, L, H], in some architectures inside a tuple.
 
         The layer calls its feed-forward network with hidden states only, so each call gets its own layer: a shallow
         copy whose feed-forward network has the routing of this call bound to it. Gradient checkpointing calls the same
         copy again, and threads cannot interfere.
-
-        Args:
-            hidden_states: [B, L, H].
-            *args: Arguments of the dense layer.
-            routing: The settings of this forward pass.
-            **kwargs: Arguments of the dense layer.
-
-        Returns:
-            The dense layer's output: [B, L, H], in some architectures inside a tuple.
         """
         layer = object.__new__(type(self.shared))  # as copy.copy, in steps that torch.compile can trace
         layer.__dict__.update(self.shared.__dict__)
@@ -377,15 +323,11 @@ class TokenRoutedOutput(BaseModelOutputWithPooling):
 
 
 class TokenRoutedModel(MoTEModel):
-    """A dense encoder in whose blocks each token goes through the experts that a router picks.
+    """A `MoTEModel` in whose blocks each token goes through the experts that a router picks.
 
     `forward` takes two arguments more than that of `MoTEModel`: `output_router_logits=True` returns the logits of each
     block's router; `balance_share` is the share of one row in a training step, 1 / number of rows, so that the
     load-balancing losses of the step's forward passes add up to one loss (default: a pass is a whole step).
-
-    Args:
-        config: Backbone, experts, tasks, routing.
-        backbone: As in `MoTEModel`.
     """
 
     config: TokenRoutedConfig

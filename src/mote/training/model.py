@@ -1,6 +1,5 @@
 """The model that a recipe trains: its tasks and instructions, whether its source suits the recipe, its weights."""
 
-import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from mote.checkpoints.tensors import experts_are_copies, token_routing
 from mote.checkpoints.tokens import apply_end_token, with_padding_token
 from mote.inference.loading import require_all_weights
 from mote.remote.configuration_mote import MoTEConfig, require_known
+from mote.reporting import quieted
 from mote.training.adapters import adapt, network_of, share_weights
 from mote.training.processes import processes
 from mote.training.recipe import ModelSettings, Recipe, RetrievalSettings, RunSettings
@@ -42,9 +42,6 @@ SHARED = "shared"
 """Part of a MoTE in `training.start_weight`: all weights but those of its experts."""
 
 logger = logging.getLogger(__name__)
-
-
-# Tasks and instructions, from the configs alone ----------------------------------------------------------------------
 
 
 def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
@@ -202,9 +199,6 @@ def check_fit(recipe: RunSettings, source: Checkpoint, config: MoTEConfig, tasks
         config.expert_of(task)  # an error if the task is unknown
 
 
-# The model -----------------------------------------------------------------------------------------------------------
-
-
 def build_model(
     recipe: Recipe, source: Checkpoint, scratch: Path
 ) -> tuple[SentenceTransformer | SparseEncoder, MoTEConfig]:
@@ -288,7 +282,7 @@ def _mote_folder(recipe: Recipe, source: Checkpoint, folder: Path) -> Path:
     as_source = retrieval == retrieval_in(source.folder) and pooled in (None, instruction_pooling_in(source.folder))
     if is_mote(source.config) and as_source:
         return source.folder
-    with processes().main_process_first(), _no_progress():
+    with processes().main_process_first(), quieted("mote", level=logging.WARNING):  # without upcycling's progress
         if folder.exists():
             return folder
         if is_mote(source.config):
@@ -344,15 +338,3 @@ def set_dropout(model: nn.Module, probability: float) -> None:
             module.p = probability
         if isinstance(getattr(module, "attention_dropout", None), int | float):
             module.attention_dropout = probability  # type: ignore[assignment]
-
-
-@contextlib.contextmanager
-def _no_progress() -> Iterator[None]:
-    """Silence the progress messages of upcycling."""
-    package = logging.getLogger("mote")
-    level = package.level
-    package.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        package.setLevel(level)

@@ -32,19 +32,12 @@ class NonFiniteError(ValueError):
 
 @dataclass
 class Tracker:
-    """Counts of a run so far, over all processes.
+    """Counts of a run so far, over all processes."""
 
-    Attributes:
-        step: Completed steps.
-        training_sets: Training set → steps and rows.
-        seconds: Duration up to the last checkpoint or the end, without steps lost by an interruption.
-        last: Training set, task, losses and rows of the last batch.
-    """
-
-    step: int = 0
-    training_sets: dict[str, dict[str, int]] = field(default_factory=dict)
-    seconds: float = 0.0
-    last: dict[str, Any] = field(default_factory=dict)
+    step: int = 0  # the last completed one
+    training_sets: dict[str, dict[str, int]] = field(default_factory=dict)  # training set → steps and rows
+    seconds: float = 0.0  # up to the last checkpoint or the end, without steps lost by an interruption
+    last: dict[str, Any] = field(default_factory=dict)  # training set, task, losses and rows of the last batch
 
     def record(self, name: str, task: str, losses: dict[str, Tensor], rows: int) -> None:
         """Add a batch of a training set, of which this process has a share; the sum of its losses is `loss`."""

@@ -284,8 +284,6 @@ class Recipe(RunSettings):
             yield "training.peft.base_dtype=bfloat16: set training.bf16=true, too"
 
 
-# Files ---------------------------------------------------------------------------------------------------------------
-
 AnyRecipe = TypeVar("AnyRecipe", bound=RunSettings, default=Recipe)
 
 

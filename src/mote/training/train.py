@@ -130,7 +130,6 @@ class TrainingRun(Run):
         )
 
     def _loss(self, training_set: TrainingSet) -> TrackedLoss:
-        """Build the loss of a training set, for the current processes."""
         loss = build_loss(self.model, training_set, self.recipe)
         routed = self.recipe.model.kind == "mote"
         experts = {self.names.expert_of(task) for task in training_set.tasks} if routed else set()

@@ -24,12 +24,8 @@ class Validation(BaseEvaluator):
     - labelled texts: how often the nearest other text has the same label;
     - scored pairs: Spearman correlation of the similarity with the score.
 
-    All are multiplied by 100. The similarity is the cosine, or the dot product of sparse vectors.
-
-    Args:
-        sets: Datasets with held-out rows.
-        encodings: Task of the model → arguments of `encode` for its texts (`prompt`, `task`).
-        batch_size: Batch size of `encode`.
+    All are multiplied by 100. The similarity is the cosine, or the dot product of sparse vectors. `encodings` are
+    arguments of `encode` (`prompt`, `task`) for the texts of each task of the model.
     """
 
     primary_metric = "validation_mean"
