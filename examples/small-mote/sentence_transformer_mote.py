@@ -30,6 +30,11 @@ class MoTECardData(SentenceTransformerModelCardData):
         rows = [row(name, expert, config.instruction_of(name)) for name, expert in config.available_tasks.items()]
         return "\n".join([snippet, "", "| task | expert | instruction |", "| --- | --- | --- |", *rows, ""])
 
+    def set_model_id(self, model_id: str) -> None:
+        """Tell the model where it will be pushed to; `push_to_hub` calls this before it saves."""
+        super().set_model_id(model_id)
+        self.model[0].repo_id = model_id  # type: ignore[index]
+
     def compute_dataset_metrics(self, *args: Any, **kwargs: Any) -> Any:
         """Count tokens; columns without a task (documents, for example) are counted as for the first expert."""
         config: Any = self.model[0].config  # type: ignore[index]
@@ -60,6 +65,7 @@ class MoTETransformer(Transformer):
     """
 
     forward_kwargs = {"task"}  # otherwise `encode(task=…)` would be silently ignored
+    repo_id: str | None = None  # of the repository that what is saved next is pushed to
 
     def __init__(self, *args: Any, backend: str = "torch", **kwargs: Any) -> None:
         if backend != "torch":
@@ -146,7 +152,7 @@ class MoTETransformer(Transformer):
 
     def save(self, output_path: str, *args: Any, **kwargs: Any) -> None:
         """Save the model, the tokenizer, the settings, and the code that loads them."""
-        card: Any = getattr(getattr(self, "owner", None), "model_card_data", None)
-        with self.model.replacing(card and card.model_id):  # type: ignore[operator]  # the repository, in a push
+        repo_id, self.repo_id = self.repo_id, None
+        with self.model.replacing(repo_id):  # type: ignore[operator]
             super().save(output_path, *args, **kwargs)
         custom_object_save(self, output_path)

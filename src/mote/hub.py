@@ -77,6 +77,8 @@ def push(folder: Path, repo_id: str, files: list[str], private: bool = False, pa
     With `parent`, it is an error if the repository's newest commit is another one by now.
     """
     later = f"The model is complete in {folder}; push it later with `hf upload {repo_id} {folder}`"
+    if parent is not None:
+        later = f"The model is complete in {folder}. If the repository has changed, change its newest state instead"
     with explained(f"{repo_id} was not pushed", remedy=later):
         HfApi().create_repo(repo_id, private=private, exist_ok=True)
         commit = HfApi().upload_folder(

@@ -155,8 +155,8 @@ class WeightFiles:
         head = [self._add("model-head", groups.pop(HEAD))] if HEAD in groups else []
         experts = {name: self._add(_stem(name), keys, describe(config, name)) for name, keys in groups.items() if name}
         self.weight_map = {key: name for name, keys in self.keys.items() for key in keys}
-        kept = self._keep([name for name in config.experts if name not in config.available_experts])
-        self.index: dict[str, Any] = {"base": self.base, "shared": shared, "head": head, "experts": experts | kept}
+        self.index: dict[str, Any] = {"base": self.base, "shared": shared, "head": head, "experts": experts}
+        experts |= self._keep([name for name in config.experts if name not in config.available_experts])
         self.loaded_experts: list[str] | None = [name for name in config.experts if name in self.index["experts"]]
         if not config.routes_by_task or self.loaded_experts == config.experts:
             self.loaded_experts = None
@@ -176,8 +176,8 @@ class WeightFiles:
         if index is None:
             lost = others if any(_OLD_FILES.fullmatch(path.name) for path in self.previous.iterdir()) else []
         else:
-            found = {name: index["experts"][name] for name in others if name in index["experts"]}
-            if index["base"] == self.base:
+            found = {name: file for name, file in index["experts"].items() if name not in self.index["experts"]}
+            if index["base"] == self.base and {*found} <= {*others}:
                 old = index["weight_map"].items()
                 self.weight_map |= {key: file for key, file in old if file in found.values()}
                 return found
@@ -185,7 +185,8 @@ class WeightFiles:
         if lost:
             raise ValueError(
                 f"{self.previous} also holds the experts {', '.join(lost)}, which were not loaded, and would be lost: "
-                "they do not fit other shared weights, or are in one file with others. Choose another folder"
+                "they do not fit other shared weights, are in one file with others, or were added in the meantime. "
+                "Load the model again, or choose another place"
             )
         return {}
 
