@@ -272,9 +272,9 @@ class Staging:
 
 def _remove(work: Path) -> None:
     try:
-        for path in (work / "new", work / "replaced"):
+        for path in (work / "new", work / "replaced", work):  # the lock last
             shutil.rmtree(path, ignore_errors=True)
-    finally:  # also after an interrupt; the lock last
+    finally:  # what an interrupt has left
         shutil.rmtree(work, ignore_errors=True)
 
 
