@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 
 # Settings of whoever runs the tests, which must not reach a client process.
@@ -46,6 +46,16 @@ class Response:
 
 def answer(value: object, status: int = 200) -> Response:
     return Response(status, {"Content-Type": "application/json"}, json.dumps(value).encode())
+
+
+class Request(NamedTuple):
+    """A request and its answer, with the numbers of bytes in their bodies."""
+
+    method: str
+    path: str
+    status: int
+    received: int
+    sent: int
 
 
 class HubError(Exception):
@@ -118,15 +128,18 @@ class Repo:
 class HubServer:
     """The server: a context manager that serves from threads of the test process.
 
-    `faults` makes endpoints, by the names of the methods below, fail with a status and a message. huggingface_hub
-    repeats most requests (not `commit`) up to five times, over some 23 seconds, after 408, 429, 500, 502, 503 and 504:
-    to make a push fail quickly use another status.
+    `faults` makes endpoints, by the names of the methods below, or single paths fail with a status and a message.
+    huggingface_hub repeats most requests (not `commit`) up to five times, over some 23 seconds, after 408, 429, 500,
+    502, 503 and 504: to make a push fail quickly use another status. `cuts` breaks the next answer to a path off after
+    so many bytes.
     """
 
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
         self.lock = threading.RLock()
         self.faults: dict[str, tuple[int, str]] = {}
+        self.cuts: dict[str, int] = {}
+        self.requests: list[Request] = []
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, self))
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
 
@@ -199,11 +212,15 @@ class _Handler(BaseHTTPRequestHandler):
                 response = self._respond()
         except HubError as error:
             response = error.response
+        path, body = urlsplit(self.path).path, b"" if self.command == "HEAD" else response.body
+        if path in self.hub.cuts:
+            body, self.close_connection = body[: self.hub.cuts.pop(path)], True
+        self.hub.requests.append(Request(self.command, path, response.status, len(self.body), len(body)))
         self.send_response(response.status)
         for name, value in {**response.headers, "Content-Length": str(len(response.body))}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(b"" if self.command == "HEAD" else response.body)
+        self.wfile.write(body)
 
     do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815
 
@@ -217,8 +234,8 @@ class _Handler(BaseHTTPRequestHandler):
         for method, pattern, endpoint in _ROUTES:
             match = pattern.fullmatch(path)
             if match and method == ("GET" if self.command == "HEAD" else self.command):
-                if endpoint.__name__ in self.hub.faults:
-                    raise HubError(*self.hub.faults[endpoint.__name__])
+                for name in {endpoint.__name__, url.path} & self.hub.faults.keys():
+                    raise HubError(*self.hub.faults[name])
                 return endpoint(self, **{name: text and unquote(text) for name, text in match.groupdict().items()})
         raise HubError(404, f"HubServer has no endpoint {self.command} {self.path}")
 
@@ -312,8 +329,12 @@ class _Handler(BaseHTTPRequestHandler):
     @_route("POST", "/api/models/{repo}/commit/main")
     def commit(self, repo: str) -> Response:
         found = self._repo(self._writable(repo))
-        files = dict(found.at("main").files)
-        for operation in [json.loads(line) for line in self.body.splitlines()][1:]:  # behind a header
+        newest = found.at("main")
+        files = dict(newest.files)
+        header, *operations = [json.loads(line) for line in self.body.splitlines()]
+        if header["value"].get("parentCommit", newest.id) != newest.id:
+            raise HubError(412, "A commit has happened since. Please refresh and try again.")
+        for operation in operations:
             kind, value = operation["key"], operation["value"]
             if kind == "file":
                 files[value["path"]] = Blob(base64.b64decode(value["content"]))
