@@ -128,6 +128,7 @@ class MoTEModel(PreTrainedModel):
     outputs: tuple[str, ...] = ("last_hidden_state", "hidden_states", "attentions")  # taken from the backbone's output
     model_tags = ["mote", "mixture-of-experts", "custom_code"]  # of its card on the Hub
     weight_files: tuple[str, ...] = ()  # files that the weights were loaded from
+    indexes: tuple[Any, ...] = ()  # that the weights were loaded from, and written to
     replaced: Path | None = None  # folder with the index of the model that is about to be replaced, if not the same
     record: str | None = None  # path of the `mote.json` next to the weights, which says how the model was made
     offloading: Any = None  # set by `mote.load(path, offload=…)`: brings an expert to the device for a call
@@ -156,11 +157,8 @@ class MoTEModel(PreTrainedModel):
                 layers[index] = self._make_block(layer)
             else:
                 layer.register_forward_pre_hook(self._without_routing, with_kwargs=True)
-        # Weights that are in the files, but not loaded: of other experts, in the old layout, and of a head.
-        others = [name for name in config.experts if name not in config.available_experts]
-        self._keys_to_ignore_on_load_unexpected = {rf"\.experts\.{name}\." for name in others}
         if "ForMaskedLM" in str(config.architectures) and self._auto_class == "AutoModel":
-            self._keys_to_ignore_on_load_unexpected.add(r"^head\.")
+            self._keys_to_ignore_on_load_unexpected = {r"^head\."}
         self.post_init()
 
     def _shared_modules(self, layer: nn.Module) -> tuple[str, ...]:
@@ -343,7 +341,11 @@ class MoTEModel(PreTrainedModel):
             folder = Path(files[0]).parent
             hub = load_config.download_kwargs or {}
             checkpoint_files = find_files(name, folder, model.config, hasattr(model, "head"), **hub)
-            load_config = replace(load_config, sharded_metadata=read_index(folder))
+            model.indexes = (read_index(folder),)
+        else:  # in the old layout, the experts that are not loaded are in the same files
+            others = {*model.config.experts}.difference(model.config.available_experts)
+            ignored = {rf"\.experts\.{name}\." for name in others}
+            model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ignored}
         model.weight_files = tuple(checkpoint_files or ())
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
@@ -378,6 +380,7 @@ class MoTEModel(PreTrainedModel):
             weights = remove_tied_weights_from_state_dict(weights, self)
             files = WeightFiles(weights, config, folder, max_shard_size, previous=self.replaced)
             config.loaded_experts = files.loaded_experts
+            self.indexes += (files.index,)
         super().save_pretrained(folder, state_dict={}, **kwargs)
         config.loaded_experts = loaded
         if files is not None:
@@ -397,8 +400,15 @@ class MoTEModel(PreTrainedModel):
 
     @contextmanager
     def replacing(self, repo_id: str | None, **hub: Any) -> Iterator[None]:
-        """Within the context, save what is to replace the model in a repository: keep experts that were not loaded."""
-        index = find_index(repo_id, **hub) if repo_id and self.config.loaded_experts else None
+        """Within the context, save what is to replace the model in a repository: keep experts that were not loaded.
+
+        Raises:
+            ValueError: If it is the model's own repository, and others have changed the weights there.
+        """
+        own = repo_id == self.name_or_path
+        index = find_index(repo_id, **hub) if repo_id and (own or self.config.loaded_experts) else None
+        if own and index is not None and read_index(index.parent) not in self.indexes:
+            raise ValueError(f"The weights in {repo_id} have changed since they were loaded: load the model again")
         self.replaced = index and index.parent
         try:
             yield

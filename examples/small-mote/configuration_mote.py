@@ -177,9 +177,10 @@ class MoTEConfig(PreTrainedConfig):
     def validate(self) -> None:
         """Check names, references between them, and layer indices; raise `ValueError` on the first problem."""
         self._validate_experts()
-        for task, expert in self.tasks.items():
-            require_known(expert, self.experts, f"expert of task {task!r}:")
-            if task in self.experts and task != expert:
+        experts, tasks = self.experts, self.tasks  # looking up an attribute of a config is slow
+        for task, expert in tasks.items():
+            require_known(expert, experts, f"expert of task {task!r}:")
+            if task in experts and task != expert:
                 raise ValueError(f"Task {task!r} must go to the expert of its own name, not to {expert!r}")
         if self.default_task is not None:
             require_known(self.default_task, self.tasks, "default_task")
@@ -189,8 +190,8 @@ class MoTEConfig(PreTrainedConfig):
         self._validate_instructions()
         _ = self.mote_layer_indices
         # `task_ids` are indices into this order, which must outlive JSON, where keys are sorted.
-        others = sorted(self.tasks.keys() - {*self.experts})
-        self.tasks = {task: self.tasks[task] for task in [*self.experts, *others] if task in self.tasks}
+        others = sorted(tasks.keys() - {*experts})
+        self.tasks = {task: tasks[task] for task in [*experts, *others] if task in tasks}
 
     def _validate_experts(self) -> None:
         words = [name for name in self.experts if isinstance(name, str) and EXPERT_NAME.fullmatch(name)]
@@ -202,15 +203,16 @@ class MoTEConfig(PreTrainedConfig):
             raise ValueError(f"loaded_experts {self.loaded_experts!r} must be some of the experts {self.experts!r}")
 
     def _validate_instructions(self) -> None:
-        for task in self.instructions:
-            require_known(task, self.tasks, "task of an instruction:")
+        tasks, texts = self.tasks, self.instructions
+        for task in texts:
+            require_known(task, tasks, "task of an instruction:")
         if type(self.route_by_text) is not bool:
             raise ValueError(f"route_by_text must be True or False, got {self.route_by_text!r}")
         if not self.routes_by_task:
             return
         expert_of_text: dict[str, str] = {}  # a prompt's text picks the expert
-        for task, expert in self.tasks.items():
-            if (text := self.instruction_of(task)) and expert_of_text.setdefault(text, expert) != expert:
+        for task, expert in tasks.items():
+            if (text := texts.get(task, texts.get(expert))) and expert_of_text.setdefault(text, expert) != expert:
                 raise ValueError(
                     f"The instruction {text!r} of task {task!r} already stands for the expert "
                     f"{expert_of_text[text]!r}: give the tasks of different experts different instructions"

@@ -152,7 +152,8 @@ def load_tokenizer(checkpoint: Checkpoint, tokenizer: str | None = None) -> Any:
         )
     if without:
         logger.warning("%s has no embeddings for %s: texts must not contain them", checkpoint.name, ", ".join(without))
-    loaded.init_kwargs.pop("auto_map", None)  # names code of the source, which is not copied
+    for name in ("auto_map", "is_local", "local_files_only"):  # code of the source, and where it was
+        loaded.init_kwargs.pop(name, None)
     return loaded
 
 

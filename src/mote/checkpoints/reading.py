@@ -1,5 +1,6 @@
 """Open checkpoints, dense or MoTE, in a folder or on the Hub: their configs are read and checked, not their weights."""
 
+import copy
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -15,7 +16,7 @@ from mote.checkpoints.tensors import MappedFiles, is_finite, read_on_meta, read_
 from mote.files import read_json, sha256_of
 from mote.remote.architectures_mote import ARCHITECTURES
 from mote.remote.configuration_mote import MoTEConfig
-from mote.remote.weights_mote import files_of, read_index
+from mote.remote.weights_mote import find_files, read_index
 
 TOKEN_ROUTED = "mote_token_routed"
 ATTENTION_POOLING = "mote_attention_pooling"
@@ -140,10 +141,18 @@ def _open(src: str, revision: str | None, experts: list[str] | None = None) -> C
         commit = folder.name
     hub.refuse_adapter(folder, src)
     settings = read_json(folder / "config.json")
-    kind, weights = settings.get("model_type"), _weight_files(src, folder, commit, experts)
+    kind = settings.get("model_type")
     if kind in MOTE_CLASSES:
         config = mote_class(kind, "config").from_dict(settings)
+        if read_index(folder):
+            chosen = copy.deepcopy(config)
+            if experts is not None and config.routes_by_task:
+                chosen.load_only(experts)
+            weights = [Path(file) for file in find_files(src, folder, chosen, revision=commit)]
+        else:
+            weights = _weight_files(src, folder, commit)
         return MoTECheckpoint(src, folder, commit, config, weights, "mote")
+    weights = _weight_files(src, folder, commit)
     if nomic_moe.is_original(settings):
         config = nomic_moe.native_config(settings, read_shapes(weights), src)
         return Checkpoint(src, folder, commit, config, weights, "nomic_moe")
@@ -183,14 +192,8 @@ def mote_class(model_type: str, kind: Literal["config", "model", "masked_lm"]) -
     return getattr(import_module(f"mote.remote.{module}"), name)
 
 
-def _weight_files(src: str, folder: Path, commit: str | None, experts: list[str] | None) -> list[Path]:
-    """Find the weights, of all experts or some; download them if the checkpoint is on the Hub."""
-    if index := read_index(folder):
-        chosen = index["experts"] if experts is None else [name for name in experts if name in index["experts"]]
-        names = files_of(index, chosen)
-        if commit is not None:
-            hub.fetch(src, commit, names)
-        return [folder / name for name in names]
+def _weight_files(src: str, folder: Path, commit: str | None) -> list[Path]:
+    """Find the weights, in one file or numbered ones; download them if the checkpoint is on the Hub."""
     if commit is not None:
         hub.fetch(src, commit, ["model*.safetensors"])
         if not any(folder.glob("model*.safetensors")):

@@ -90,7 +90,8 @@ def open_expert(src: str | Path, name: str | None = None, revision: str | None =
         require_known(name, index["experts"], f"expert with a file of its own in {src}:")
         file = folder / index["experts"][name]
         if commit is not None:
-            hub.fetch(str(src), commit, [file.name])
+            with hub.explained(f"The file of the expert {name!r} cannot be downloaded", FileNotFoundError):
+                hub.fetch(str(src), commit, [file.name])
     header = read_header(file)
     if "name" not in header:
         raise ValueError(f"{src} is not the file of an expert")

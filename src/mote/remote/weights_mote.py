@@ -57,14 +57,15 @@ def group_of(key: str, config: MoTEConfig) -> str | None:
 
 
 def read_index(folder: Path) -> Any:
-    """Read an index: the hash `base`, the files `shared`, `head` and `experts` (by name), and the `weight_map`.
+    """Read an index: the hash `base`, and the files `shared`, `head` and `experts` (by name).
 
-    None if there is none, or the weights are laid out in another way.
+    None if there is none, or the weights are laid out in another way. The map from weights to files, which is long, is
+    not parsed.
     """
     path = folder / SAFE_WEIGHTS_INDEX_NAME
-    index = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"metadata": {}}
-    own = index["metadata"].get(HEADER)
-    return own and {**own, "weight_map": index["weight_map"]}
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    start = re.match(r'\{\s*"metadata":\s*', text)
+    return start and json.JSONDecoder().raw_decode(text, start.end())[0].get(HEADER)
 
 
 def files_of(index: Mapping[str, Any], experts: Iterable[str], head: bool = True) -> list[str]:
@@ -178,8 +179,8 @@ class WeightFiles:
         else:
             found = {name: file for name, file in index["experts"].items() if name not in self.index["experts"]}
             if index["base"] == self.base and {*found} <= {*others}:
-                old = index["weight_map"].items()
-                self.weight_map |= {key: file for key, file in old if file in found.values()}
+                old = json.loads((self.previous / SAFE_WEIGHTS_INDEX_NAME).read_text(encoding="utf-8"))["weight_map"]
+                self.weight_map |= {key: file for key, file in old.items() if file in found.values()}
                 return found
             lost = [*found]
         if lost:
