@@ -18,7 +18,6 @@ import inspect
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path

@@ -107,7 +107,8 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("legal", "more"):
         larger = folder / f"with-{name}"
         mote.transform(str(model), larger, mote.experts.add, name, "search_query")
-        mote.experts.extract(str(larger), name, folder / "user" / name)
+        shutil.copytree(larger, folder / "user/model", dirs_exist_ok=True)
+        mote.experts.extract(str(larger), name, folder / f"{name}.safetensors")
     data(folder / "DATA")
     data(folder / "MINED", negatives=10)
     data(folder / "examples/data")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.checkpoints import dense_checkpoint, files_in, published_nomic, tiny_tokenizer
+from helpers.checkpoints import contents, dense_checkpoint, published_nomic, tiny_tokenizer
 from helpers.families import all_families
 from helpers.paths import SMALL_ENCODER
 from sentence_transformers.sentence_transformer.modules import Pooling
@@ -41,12 +41,11 @@ def assert_equal(source: Path, tmp_path: Path, **arguments: Any) -> Path:
     """Upcycle both ways; all files of the model must be equal in all bytes."""
     expected = in_memory(source, tmp_path / "expected", **arguments)
     out = upcycle(str(source), tmp_path / "out", tokenizer=str(tiny_tokenizer(tmp_path / "tokenizer")), **arguments)
-    kinds = {".py", ".json", ".safetensors"}
-    written = {name for name in files_in(expected) if Path(name).suffix in kinds}
+    kinds, found = {".py", ".json", ".safetensors"}, contents(out)
+    written = {name: content for name, content in contents(expected).items() if Path(name).suffix in kinds}
     assert any(name.endswith(".safetensors") for name in written)
-    for name in written:
-        assert (out / name).read_bytes() == (expected / name).read_bytes(), name
-    assert {name for name in files_in(out) if "model" in name} == {name for name in written if "model" in name}
+    assert {name: found[name] == content for name, content in written.items()} == dict.fromkeys(written, True)
+    assert {name for name in found if "model" in name} == {name for name in written if "model" in name}
     return out
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import dense_checkpoint, edit_weights, files_in, read_json, to_bin, trusted
+from helpers.checkpoints import contents, dense_checkpoint, edit_weights, read_json, to_bin, trusted
 from sentence_transformers import SentenceTransformer
 
 from mote import WriteOptions, upcycle
@@ -27,7 +27,7 @@ def test_the_record(dense: Path, tmp_path: Path) -> None:
     out = upcycle(str(dense), tmp_path / "out", **options)
     record = read_json(out / "mote.json")
     assert record["format"] == 1
-    assert set(record["files"]) == files_in(out)
+    assert set(record["files"]) == contents(out).keys()
     (step,) = record["steps"]
     digest = hashlib.sha256((dense / "model.safetensors").read_bytes()).hexdigest()
     source = {"name": "tiny", "revision": None, "weights": {"model.safetensors": digest}}
@@ -58,9 +58,8 @@ def test_the_recorded_command_makes_the_same_model(
     (tmp_path / "tiny").symlink_to(dense)
     assert command[0] == "mote"
     assert main(command[1:]) == 0
-    assert files_in(tmp_path / "first") == files_in(out)
-    for name in files_in(out) - {"mote.json"}:
-        assert (tmp_path / "first" / name).read_bytes() == (out / name).read_bytes(), name
+    first, second = (contents(folder) | {"mote.json": b""} for folder in (tmp_path / "first", out))
+    assert first == second
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -198,10 +198,7 @@ def offline(world: World, fetched: Results) -> Results:
     return results
 
 
-UNNAMED = pytest.mark.xfail(strict=True, reason="the error says what cannot be reached, not which expert is missing")
-
-
-@pytest.mark.parametrize("way", [*OFFLINE[:4], *(pytest.param(way, marks=UNNAMED) for way in OFFLINE[4:])])
+@pytest.mark.parametrize("way", OFFLINE)
 def test_offline_only_what_is_missing_fails(way: str, world: World, offline: Results) -> None:
     assert offline[f"{way} e03"] in (0, vector(world.new))
     assert "'e04'" in offline[f"{way} e04"]
@@ -231,7 +228,6 @@ SAVED = """(
     m := encoder(repo, experts=["e03"]), push(repo, m, exist_ok=True), m.save(out),
     mote.load(out).config.available_experts,
 )"""
-UNSEEN = pytest.mark.xfail(strict=True, reason="`push_to_hub` does not see that there is a newer commit")
 
 
 @pytest.fixture(scope="module")
@@ -264,9 +260,7 @@ def test_only_the_file_of_a_changed_expert_is_pushed(name: str, world: World, pu
     assert not any(file.endswith(".py") for file in changed)
 
 
-@pytest.mark.parametrize(
-    "way", ["command", "model", *(pytest.param(way, marks=UNSEEN) for way in ("whole", "setting"))]
-)
+@pytest.mark.parametrize("way", TWO)
 def test_the_second_of_two_changes_is_refused(way: str, world: World, pushed: Results) -> None:
     first, _ = TWO[way]
     assert weights(world.server.files(f"user/two-{way}")) == weights(world.server.files(f"user/{first}-changed"))
