@@ -332,19 +332,18 @@ class MoTEModel(PreTrainedModel):
 
     @staticmethod
     def _load_pretrained_model(
-        model: Any, state_dict: Any, checkpoint_files: list[str] | None, load_config: Any, *args: Any, **kwargs: Any
+        model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Find the files of the model's experts, and remember them."""
         if vars(model.config).pop("transformers_weights", None):
-            name, files = str(load_config.pretrained_model_name_or_path), checkpoint_files or []
-            folder = Path(files[0]).parent
+            name, folder = str(load_config.pretrained_model_name_or_path), Path(checkpoint_files[0]).parent
             hub = load_config.download_kwargs or {}
             checkpoint_files = find_files(name, folder, model.config, hasattr(model, "head"), **hub)
             model.indexes = (read_index(folder),)
         else:  # in the old layout, the experts that are not loaded are in the same files
             others = {*model.config.experts}.difference(model.config.available_experts)
-            ignored = {rf"\.experts\.{name}\." for name in others}
-            model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ignored}
+            ignored = model._keys_to_ignore_on_load_unexpected or set()
+            model._keys_to_ignore_on_load_unexpected = ignored | {rf"\.experts\.{name}\." for name in others}
         model.weight_files = tuple(checkpoint_files or ())
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 

@@ -15,7 +15,7 @@ hash of the base, and files of several models are never mixed in silence.
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,7 @@ def group_of(key: str, config: MoTEConfig) -> str | None:
 def read_index(folder: Path) -> Any:
     """Read an index: the hash `base`, and the files `shared`, `head` and `experts` (by name).
 
-    None if there is none, or the weights are laid out in another way. The map from weights to files, which is long, is
-    not parsed.
+    None if there is none, or another layout. The map from weights to files, which is long, is not parsed.
     """
     path = folder / SAFE_WEIGHTS_INDEX_NAME
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
@@ -68,13 +67,8 @@ def read_index(folder: Path) -> Any:
     return start and json.JSONDecoder().raw_decode(text, start.end())[0].get(HEADER)
 
 
-def files_of(index: Mapping[str, Any], experts: Iterable[str], head: bool = True) -> list[str]:
-    """Name the files that hold some experts, and what they share."""
-    return [*index["shared"], *(index["head"] if head else []), *(index["experts"][name] for name in experts)]
-
-
 def read_header(file: str | Path) -> dict[str, Any]:
-    """Read what the header of a file says: `id`, `base` and, of an expert, `name`, `tasks` and `instructions`."""
+    """Read from the header of a file: `id`, `base` and, of an expert, `name`, `tasks` and `instructions`."""
     try:
         with safe_open(file, framework="pt") as opened:
             return json.loads((opened.metadata() or {}).get(HEADER, "{}"))
@@ -104,7 +98,8 @@ def find_files(name: str, folder: Path, config: MoTEConfig, head: bool = True, *
             f"The weights of {name!r} do not match their config: they are those of the experts {[*index['experts']]}, "
             f"but the config of a {config.model_type!r} has {experts}"
         )
-    files, problem = files_of(index, experts, head), None
+    files = [*index["shared"], *(index["head"] if head else []), *(index["experts"][name] for name in experts)]
+    problem = None
     if not Path(name).is_dir():
         try:
             cached_files(name, files, **hub)
