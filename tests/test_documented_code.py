@@ -107,8 +107,9 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("legal", "more"):
         larger = folder / f"with-{name}"
         mote.transform(str(model), larger, mote.experts.add, name, "search_query")
-        shutil.copytree(larger, folder / "user/model", dirs_exist_ok=True)
-        mote.experts.extract(str(larger), name, folder / f"{name}.safetensors")
+        model = larger
+    shutil.copytree(model, folder / "user/model")
+    mote.experts.extract(str(model), "legal", folder / "legal.safetensors")
     data(folder / "DATA")
     data(folder / "MINED", negatives=10)
     data(folder / "examples/data")
