@@ -1,7 +1,6 @@
 """One expert in a file of its own."""
 
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from helpers.checkpoints import (
     trusted,
 )
 from helpers.families import all_families, batch, make_different, trained_mote
-from helpers.kills import stop_everywhere
 from helpers.on_disk import add, base_hash, hidden
 from transformers import AutoModel
 
@@ -186,13 +184,3 @@ def test_a_wrong_base_is_refused(
         assert f"error: The expert 'legal' of {legal} has another base than {folder}" in error
         assert f"{base_hash(tiny_mote)} and {base_hash(folder)}. What works: the MoTE that it was" in error
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.processes
-def test_killed_while_an_expert_is_extracted(tiny_mote: Path, tmp_path: Path) -> None:
-    out = tmp_path / "place" / "clustering.safetensors"
-    command = ["experts", "extract", tiny_mote, "clustering", "--out", out]
-    killed = stop_everywhere(out, *command)
-    assert len(killed) >= 4
-    assert {result.status for result in killed} == {-signal.SIGKILL}
-    assert {result.out for result in killed} <= {"absent", "new"}
