@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 
@@ -10,8 +10,8 @@ class Comparison(NamedTuple):
     """Medians over paired runs.
 
     Attributes:
-        baseline: Seconds of the baseline.
-        candidate: Seconds of the candidate.
+        baseline: Of the baseline.
+        candidate: Of the candidate.
         ratio: Median of candidate / baseline over the pairs.
     """
 
@@ -46,11 +46,13 @@ def compare(
         else:
             first, second = _time(baseline, synchronize), _time(candidate, synchronize)
         pairs.append((first, second))
-    return Comparison(
-        statistics.median(first for first, _ in pairs),
-        statistics.median(second for _, second in pairs),
-        statistics.median(second / first for first, second in pairs),
-    )
+    return medians(pairs)
+
+
+def medians(pairs: Sequence[tuple[float, float]]) -> Comparison:
+    """Return the medians of paired values."""
+    baseline, candidate = map(statistics.median, zip(*pairs, strict=True))
+    return Comparison(baseline, candidate, statistics.median(second / first for first, second in pairs))
 
 
 def _time(function: Callable[[], object], synchronize: Callable[[], None]) -> float:

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 import mote
+from mote.checkpoints.reading import open_mote
+from mote.checkpoints.tensors import MappedFiles
+from mote.remote.weights_mote import WeightFiles
 from mote.reporting import console_logging, table
 from mote.training.recipe import Recipe, load_recipe
 from mote.training.run_folder import fixed_settings
@@ -130,14 +132,14 @@ def halve(folder: Path) -> dict[str, str]:
     Returns:
         Details for `mote.json`.
     """
-    file = folder / "model.safetensors"
-    weights = {  # copies, as the tensors that are read are views of the file
-        name: one.half() if one.is_floating_point() else one.clone() for name, one in load_file(file).items()
+    opened = open_mote(str(folder))
+    weights = {
+        name: one.half() if one.is_floating_point() else one for name, one in MappedFiles(opened.weights).items()
     }
     infinite = [name for name, one in weights.items() if one.is_floating_point() and not torch.isfinite(one).all()]
     if infinite:
         raise ValueError(f"These weights are too large for float16: {', '.join(infinite)}")
-    save_file(weights, file, metadata={"format": "pt"})
+    WeightFiles(weights, opened.config, folder).write()
     return {"other_weights": "float16"}
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from transformers import AutoModel
 
-from benchmarks.performance.benchmark import SMALL_ENCODER, Benchmark, Options, Target
-from benchmarks.performance.loading import LOADS
+from benchmarks.performance.benchmark import Benchmark, Options, Target
+from benchmarks.performance.loading import LOADS, small_models
 from benchmarks.performance.models import TASKS, load_dense, made_up, make_mote
-from benchmarks.performance.processes import memory_of
-from mote import MoTEModel, load, upcycle
+from benchmarks.performance.processes import load_in_turn
+from mote import MoTEModel, load
 
 
 def measure(options: Options) -> Benchmark:
@@ -36,7 +36,6 @@ def measure(options: Options) -> Benchmark:
             kinds['MoTE, offload="cpu"'] = lambda: load(folder / "mote", offload="cpu", **arguments)
         found = {kind: _on_device(options, load) for kind, load in kinds.items()}
         if options.device == "cpu":
-            upcycle(str(SMALL_ENCODER), folder / "small")
             _add_processes(found, folder)
     columns = list(found["dense"])
     ratios = {kind: [found[kind][what] / found["dense"][what] for what in columns] for kind in found}
@@ -82,9 +81,7 @@ def _on_device(options: Options, load: Callable[[], Any]) -> dict[str, float]:
 
 
 def _add_processes(found: dict[str, dict[str, float]], folder: Path) -> None:
-    codes = {"dense": "dense", 'MoTE, offload="disk"': "offloaded to disk", "MoTE, all experts": "all experts"}
-    for kind, code in codes.items():
-        path = folder / ("dense" if kind == "dense" else "mote")
-        # `model` keeps the loaded model alive until the memory is read.
-        held = LOADS[code].replace("use(AutoModel", "use(model := AutoModel").replace("use(MoTE", "use(model := MoTE")
-        found[kind]["process"] = float(memory_of(held, (SMALL_ENCODER, folder / "small"), path).after)
+    places = {"dense": folder / "dense", "offloaded to disk": folder / "mote", "all experts": folder / "mote"}
+    loads = [LOADS[kind].format(str(place)) for kind, place in places.items()]
+    for kind, [run] in zip(found, load_in_turn(loads, small_models(folder), 1), strict=True):
+        found[kind]["process"] = float(run.after)

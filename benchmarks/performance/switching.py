@@ -22,14 +22,13 @@ def measure(options: Options) -> Benchmark:
         folder = Path(name)
         whole = make_mote(load_dense(options))
         whole.save_pretrained(folder)
-        file = folder / "model.safetensors"
         from_cpu, from_disk = copy.deepcopy(whole), MoTEModel.from_pretrained(folder).to(options.device)
         offload(from_cpu, "cpu")
         offload(from_disk, "disk")
         size = sum(t.nbytes for block in whole.blocks for t in block.experts[TASKS[0]].state_dict().values())
         rows = [
             _row("from the CPU", options, from_cpu, repeats, _copying(options, from_cpu), size),
-            _row("from disk (in the page cache)", options, from_disk, repeats, _reading(file, size), size),
+            _row("from disk (in the page cache)", options, from_disk, repeats, _reading(folder, size), size),
         ]
     return Benchmark(
         "switching",
@@ -39,7 +38,7 @@ def measure(options: Options) -> Benchmark:
         [],
         [
             f"Medians of {repeats} switches, each to another of four experts, with keep=1. Bytes alone: the same "
-            "number of bytes, copied in one piece from memory (pinned memory on a GPU) or read from the same file.",
+            "number of bytes, copied in one piece from memory (pinned memory on a GPU) or read from their files.",
         ],
     )
 
@@ -95,14 +94,12 @@ def _copying(options: Options, model: MoTEModel) -> Callable[[], None]:
     return copy_bytes
 
 
-def _reading(file: Path, size: int) -> Callable[[], None]:
-    """Read as many bytes from the file in one piece into existing memory, each time from another place."""
-    target = memoryview(bytearray(size))
-    places = cycle([part * max(0, file.stat().st_size - size) // len(TASKS) for part in range(len(TASKS))])
+def _reading(folder: Path, size: int) -> Callable[[], None]:
+    """Read as many bytes in one piece into existing memory, each time from another expert's file."""
+    target, files = memoryview(bytearray(size)), cycle(sorted(folder.glob("model-expert-*.safetensors")))
 
     def read() -> None:
-        with file.open("rb") as stream:
-            stream.seek(next(places))
+        with next(files).open("rb") as stream:
             stream.readinto(target)
 
     return read
