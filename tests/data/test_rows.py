@@ -2,13 +2,12 @@
 
 import logging
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.datasets import write
+from helpers.processes import run_python
 from hub.hub_server import HubServer
 
 from mote.data.rows import find_datasets, read_files, read_rows
@@ -127,8 +126,7 @@ def test_a_dataset_on_the_hub(tmp_path: Path) -> None:
     write(tmp_path, "hub", ROWS)
     with HubServer() as server:
         server.add_repo("user/pairs", tmp_path / "hub")
-        command, environment = [sys.executable, "-c", HUB], server.environment(tmp_path / "home")
-        done = subprocess.run(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True)
+        done = run_python(HUB, cwd=tmp_path, environment=server.environment(tmp_path / "home"))
     found, missing, *_ = done.stdout.split("\n")
     assert found == f"user/pairs {[(f'user/pairs: row {i}', f'text {i - 1}') for i in (1, 2, 3)]}"
     assert missing.startswith("Dataset 'user/missing' doesn't exist on the Hub")
