@@ -63,20 +63,17 @@ def test_a_pattern_takes_several_datasets_and_names_what_it_passes_over(
         find(folder, "retrieval/*.md")
 
 
-@pytest.mark.parametrize(
-    ("path", "split", "message"),
-    [
+def test_missing_datasets_are_named_with_what_is_there(tmp_path: Path) -> None:
+    write(tmp_path, "data/retrieval/arxiv", ROWS)
+    for path, split, message in (
         ("retrieval/arxive", "train", r"retrieval/arxive with train.jsonl or .*Did you mean 'arxiv'"),
         ("sts/*", "train", r"sts/\* with .*Available: 'retrieval'"),
         ("retrieval/arxiv", "dev", r"retrieval/arxiv with dev.jsonl or .*Available: 'train.jsonl'"),
         ("retrieval", "train", r"retrieval with .*Available: 'arxiv'"),
         ("../nowhere/retrieval", "train", r"nowhere/retrieval with .* In "),
-    ],
-)
-def test_missing_datasets_are_named_with_what_is_there(path: str, split: str, message: str, tmp_path: Path) -> None:
-    write(tmp_path, "data/retrieval/arxiv", ROWS)
-    with pytest.raises(FileNotFoundError, match=f"There is no dataset .*{message}"):
-        find(tmp_path / "data", path, split=split)
+    ):
+        with pytest.raises(FileNotFoundError, match=f"There is no dataset .*{message}"):
+            find(tmp_path / "data", path, split=split)
 
 
 @pytest.mark.parametrize(
