@@ -13,6 +13,7 @@ from typing import get_args
 import pytest
 from helpers.pages import option_types
 from helpers.paths import SMALL_ENCODER
+from helpers.processes import run_python
 
 from mote.cli import VERBS, main
 
@@ -32,7 +33,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.processes
-def test_help_imports_neither_torch_nor_transformers() -> None:
+def test_help_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
     code = """
 import sys
 from mote.cli import main
@@ -41,7 +42,7 @@ assert not {"torch", "transformers", "numpy", "datasets"} & sys.modules.keys()
 assert main(["embed", "--help"]) == main(["mine", "--help"]) == 0
 assert not {"torch", "transformers", "datasets"} & sys.modules.keys()
 """
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    run_python(code, cwd=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,7 @@ assert not {"torch", "transformers", "datasets"} & sys.modules.keys()
         ("upcycle --src x --pooling-heads 0", "--pooling-heads: Input should be greater"),
         ("upcycle --src x --task a=b --task a=c", "'a=c': expected NAME=VALUE, each name once"),
         ("interpolate x --weight 0.5 --weight 0.7", "'0.5': expected NAME=VALUE, each name once"),
+        ("interpolate x --weight clustering=", "Invalid value for --weight"),
         ("memory x --batch-size 1.5 --length 1", "Invalid value for --batch-size"),
         ("average a b --out c", "Unused Tokens: ['b']."),
     ],
@@ -80,19 +82,15 @@ def test_unexpected_errors_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("words", "library", "extra"),
-    [
+def test_a_missing_extra_is_named(tmp_path: Path) -> None:
+    for words, library, extra in (
         (["train", "smoke"], "datasets", "train"),
         (["evaluate", "x", "--data", "y"], "mteb", "evaluate"),
-    ],
-)
-def test_a_missing_extra_is_named(words: list[str], library: str, extra: str) -> None:
-    code = f"import sys; sys.modules[{library!r}] = None; from mote.cli import main; sys.exit(main({words}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert re.match(f"error: .*{library}.*: ", done.stderr)
-    assert f'pip install "mote-embeddings[{extra}]"' in done.stderr
+    ):
+        code = f"import sys; sys.modules[{library!r}] = None; from mote.cli import main; sys.exit(main({words}))"
+        done = run_python(code, cwd=tmp_path, status=1)
+        assert re.match(f"error: .*{library}.*: ", done.stderr)
+        assert f'pip install "mote-embeddings[{extra}]"' in done.stderr
 
 
 @pytest.mark.processes

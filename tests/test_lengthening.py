@@ -99,20 +99,18 @@ def test_a_head_stays(family: str, tmp_path: Path) -> None:
     assert [step["step"] for step in read_steps(routed)] == ["lengthen", "upcycle"]
 
 
-@pytest.mark.parametrize(
-    ("family", "settings", "message"),
-    [
+def test_what_does_not_suit_is_refused(tmp_path: Path) -> None:
+    cases: list[tuple[str, dict[str, Any], str]] = [
         ("nomic_bert", {}, "is a 'nomic_bert', but .* learned positions"),
         ("mpnet", {}, "is a 'mpnet', but .* of the types bert, roberta, xlm-roberta, camembert"),
         ("bert", {"is_decoder": True}, "is a 'decoder', but"),
         ("bert", {"max_position_embeddings": 64}, "takes texts of 64 tokens already: `--length` must be above that"),
         ("roberta", {"max_position_embeddings": 65}, "takes texts of 64 tokens already"),  # after the padding's index
-    ],
-)
-def test_what_does_not_suit_is_refused(family: str, settings: dict[str, Any], message: str, tmp_path: Path) -> None:
-    source = dense_checkpoint(tmp_path / "source", family, **settings)
-    with pytest.raises(ValueError, match=message):
-        lengthen(str(source), tmp_path / "out", length=64)
+    ]
+    for family, settings, message in cases:
+        source = dense_checkpoint(tmp_path / "source", family, **settings)
+        with pytest.raises(ValueError, match=message):
+            lengthen(str(source), tmp_path / "out", length=64)
     assert {path.name for path in tmp_path.iterdir()} == {"source"}
 
 

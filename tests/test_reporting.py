@@ -53,9 +53,11 @@ def test_log_lines(
     assert capsys.readouterr() == printed
 
 
-@pytest.mark.parametrize(
-    ("places", "labels"),
-    [
+def test_models_are_called_by_their_folders_or_by_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for place in ("a/run1/model", "a/run2/model", "a/one", "b/two", "other", "lr=0.1/model"):
+        Path(place).mkdir(parents=True)
+    cases: list[tuple[Any, list[str]]] = [
         ("user/name", ["user/name"]),
         (Path("other"), ["other"]),
         ({"a": Path("other"), "b": "user/name"}, ["a", "b"]),
@@ -63,20 +65,11 @@ def test_log_lines(
         (["a/one", "x=b/two", "y=b/two"], ["one", "x", "y"]),
         (["lr=0.1/model", "best=lr=0.1/model"], ["lr=0.1", "best"]),
         (["best=user/name", "user/name"], ["best", "user/name"]),
-    ],
-)
-def test_models_are_called_by_their_folders_or_by_labels(
-    places: Any, labels: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for place in ("a/run1/model", "a/run2/model", "a/one", "b/two", "other", "lr=0.1/model"):
-        Path(place).mkdir(parents=True)
-    named = label_models(places)
-    assert list(named) == labels
-    assert all("=" not in model or Path(model).is_dir() for model in named.values())
-
-
-@pytest.mark.parametrize("words", [["one", "one"], ["one", "one=user/name"]])
-def test_two_models_of_one_label(words: list[str]) -> None:
-    with pytest.raises(ValueError, match="Two models have the label 'one': give one another, as in LABEL=MODEL"):
-        label_models(words)
+    ]
+    for places, labels in cases:
+        named = label_models(places)
+        assert list(named) == labels
+        assert all("=" not in model or Path(model).is_dir() for model in named.values())
+    for words in (["one", "one"], ["one", "one=user/name"]):
+        with pytest.raises(ValueError, match="Two models have the label 'one': give one another, as in LABEL=MODEL"):
+            label_models(words)

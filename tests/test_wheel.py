@@ -50,9 +50,8 @@ def test_a_clone_without_links_says_what_to_do(tmp_path: Path) -> None:
         target = (package / name).readlink()
         (package / name).unlink()
         (package / name).write_text(str(target))
-    command = [sys.executable, "-c", "import remote_without_links"]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert run.stderr.splitlines()[-1].startswith("ImportError: Links are text files: `git config core.symlinks true`")
+    shown = run(sys.executable, "-c", "import remote_without_links", cwd=tmp_path, status=1)
+    assert shown.splitlines()[-1].startswith("ImportError: Links are text files: `git config core.symlinks true`")
 
 
 @pytest.fixture(scope="module")

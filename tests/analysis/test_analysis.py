@@ -59,12 +59,6 @@ def found(trained_folder: Path, prompted: Path) -> Analysis:
     return analyze(models, texts=TEXTS, start=str(SMALL_ENCODER))
 
 
-def pixels(path: Path) -> tuple[int, int]:
-    content = path.read_bytes()
-    assert content.startswith(b"\x89PNG")
-    return struct.unpack(">II", content[16:24])
-
-
 def test_the_similarity_of_tasks_is_the_cosine_of_what_encode_gives(model: SentenceTransformer) -> None:
     similarity = similarity_of({task: embed(model, TEXTS, task) for task in default_tasks(model)})
     over_all = similarity.pop(ALL_PAIRS)
@@ -90,22 +84,17 @@ def test_a_fresh_mote_without_instructions_does_not_tell_tasks_apart(tmp_path: P
     assert (found.models[0].divergence["JS"] == 0.0).all()
 
 
-@pytest.mark.parametrize(
-    ("models", "tasks", "said"),
-    [
+def test_tasks_that_a_model_does_not_tell_apart_are_refused(trained_folder: Path, prompted: Path) -> None:
+    folders = {"mote": trained_folder, "prompted": prompted, "plain": SMALL_ENCODER}
+    for models, tasks, said in (
         (["mote"], ["quer", "sts"], "mote: classification 'classification: ', clustering"),
         (["mote"], ["sts", "sts"], "two tasks that all models know"),
         (["mote", "prompted"], ["clustering", "search_query"], "prompted: query '', document ''"),
         (["plain"], None, "plain: query '', document ''"),
         (["mote", "plain"], None, "plain: query '', document ''"),
-    ],
-)
-def test_tasks_that_a_model_does_not_tell_apart_are_refused(
-    models: list[str], tasks: list[str] | None, said: str, trained_folder: Path, prompted: Path
-) -> None:
-    folders = {"mote": trained_folder, "prompted": prompted, "plain": SMALL_ENCODER}
-    with pytest.raises(ValueError, match=re.escape(said)):
-        analyze({name: folders[name] for name in models}, texts=TEXTS, tasks=tasks)
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            analyze({name: folders[name] for name in models}, texts=TEXTS, tasks=tasks)
 
 
 def test_prompts_of_dense_models() -> None:
@@ -268,7 +257,9 @@ def test_an_analysis_is_written_as_tables_json_and_charts(found: Analysis, tmp_p
     folder = tmp_path / "deep" / "out"
     found.save(folder)
     for name in ("similarity.png", "tsne.png"):
-        width, height = pixels(folder / name)
+        picture = (folder / name).read_bytes()
+        assert picture.startswith(b"\x89PNG")
+        width, height = struct.unpack(">II", picture[16:24])
         assert 600 < width < 3000
         assert 300 < height < 2500
     content = json.loads((folder / "analysis.json").read_text())
@@ -316,12 +307,6 @@ def test_the_same_analysis_twice_is_the_same(found: Analysis, trained_folder: Pa
     assert again.to_json() == found.to_json()
 
 
-def test_code_of_a_folder_runs_only_if_trusted(trained_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["analyze", str(trained_folder)]) == 1
-    expected = f"error: {trained_folder} has code of its own, which runs only with --trust-remote-code"
-    assert capsys.readouterr().err.startswith(expected)
-
-
 def test_the_command(trained_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts, out = tmp_path / "texts.txt", tmp_path / "out"
     texts.write_text("\n".join(TEXTS))
@@ -331,6 +316,9 @@ def test_the_command(trained_folder: Path, tmp_path: Path, capsys: pytest.Captur
     assert "ours: 4 texts under classification, clustering, search_query, search_document …" in printed
     assert "Inter-task similarity: mean (standard deviation) of the cosine of 4 texts" in printed
     assert (out / "analysis.md").is_file()
+    assert main(["analyze", str(trained_folder)]) == 1
+    expected = f"error: {trained_folder} has code of its own, which runs only with --trust-remote-code"
+    assert capsys.readouterr().err.startswith(expected)
 
 
 @pytest.mark.long

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.checkpoints import dense_checkpoint, edit_json, files_in, read_json, trusted
+from helpers.checkpoints import edit_json, files_in, read_json, trusted
 from sentence_transformers import SentenceTransformer
 
 import mote
@@ -94,15 +94,6 @@ def test_a_token_routed_model(dense: Path, tmp_path: Path) -> None:
     assert np.abs(model.encode_query(TEXTS) - expected).max() <= 1e-5
 
 
-def test_what_is_refused(excluded: Path, tmp_path: Path) -> None:
-    source = dense_checkpoint(tmp_path / "source", head="mlm")
-    with pytest.raises(ValueError, match="of dense vectors, got sparse ones"):
-        mote.upcycle(str(source), tmp_path / "out", retrieval="sparse", instruction_pooling="excluded")
-    with pytest.raises(ValueError, match=r"Unknown instruction_pooling 'exclude'\. Did you mean 'excluded'"):
-        mote.configure(excluded, instruction_pooling="exclude")
-    assert not (tmp_path / "out").exists()
-
-
 def test_definitions(dense: Path, tmp_path: Path) -> None:
     folder = mote.upcycle(str(dense), tmp_path / "one", definitions={"search_query": "Find answers", "sts": "Compare"})
     prompts = trusted(folder).prompts
@@ -126,3 +117,5 @@ def test_definitions(dense: Path, tmp_path: Path) -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             mote.plan_upcycling(str(dense), **options)
+    with pytest.raises(ValueError, match=r"Unknown instruction_pooling 'exclude'\. Did you mean 'excluded'"):
+        mote.configure(folder, instruction_pooling="exclude")

@@ -127,14 +127,6 @@ def test_sizes_that_the_config_leaves_out() -> None:
         nv_embed.pooling_settings(settings, shapes, "nvidia/NV-Embed-v2")
 
 
-def edit(folder: Path, key: str, value: torch.Tensor | None) -> None:
-    """Add, replace or take out a tensor, in whichever shard it is."""
-    index = read_json(folder / INDEX)
-    file = folder / index["weight_map"].get(key, "model-00001-of-00002.safetensors")
-    weights = {name: one for name, one in {**load_file(file), key: value}.items() if one is not None}
-    save_file(weights, file, metadata={"format": "pt"})
-
-
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
@@ -147,7 +139,9 @@ def test_weights_that_do_not_fit_are_refused(
     key: str, value: torch.Tensor | None, message: str, tmp_path: Path
 ) -> None:
     folder = published_nv_embed(tmp_path / "nv-embed", files=False)
-    edit(folder, key, value)
+    file = folder / read_json(folder / INDEX)["weight_map"].get(key, "model-00001-of-00002.safetensors")
+    weights = {name: one for name, one in {**load_file(file), key: value}.items() if one is not None}
+    save_file(weights, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=message):
         upcycle(str(folder), tmp_path / "out")
     assert not (tmp_path / "out").exists()

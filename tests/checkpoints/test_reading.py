@@ -100,20 +100,8 @@ def cut(path: Path) -> None:
     path.write_bytes(content[: len(content) // 2])
 
 
-def remove(path: Path) -> None:
-    path.unlink()
-
-
-def second_shard(folder: Path) -> Path:
-    return next(folder.glob("*-00002-of-*"))
-
-
 def config(**changes: Any) -> Callable[[Path], None]:
     return lambda folder: edit_json(folder / "config.json", **changes)
-
-
-def write(name: str, content: str) -> Callable[[Path], Any]:
-    return lambda folder: (folder / name).write_text(content)
 
 
 def weights(**changes: Any) -> Callable[[Path], None]:
@@ -123,8 +111,8 @@ def weights(**changes: Any) -> Callable[[Path], None]:
 BIN, SHARDS = {"format": "bin"}, {"shards": True}
 
 SPOILED: dict[str, tuple[dict[str, Any], Callable[[Path], Any], str]] = {
-    "no config": ({}, lambda folder: remove(folder / "config.json"), "No such file or directory: .*config.json"),
-    "no weights": ({}, lambda folder: remove(folder / "model.safetensors"), "has no weights: .*found config.json, tok"),
+    "no config": ({}, lambda folder: (folder / "config.json").unlink(), "No such file or directory: .*config.json"),
+    "no weights": ({}, lambda folder: (folder / "model.safetensors").unlink(), "has no weights: .*found config.json, "),
     "unknown architecture": (
         {},
         config(model_type="nope"),
@@ -134,12 +122,16 @@ SPOILED: dict[str, tuple[dict[str, Any], Callable[[Path], Any], str]] = {
     "t5": ({}, config(model_type="t5"), "does not support 't5'.*'modernbert'"),
     "a PEFT adapter": (
         {},
-        lambda folder: (edit_json(folder / "adapter_config.json", peft_type="LORA"), remove(folder / "config.json")),
+        lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"),
         "source is a PEFT adapter: merge it",
     ),
     "cut bin": (BIN, lambda folder: cut(folder / "pytorch_model.bin"), r"model\.bin.* cannot be read"),
     "bin of a list": (BIN, lambda folder: torch.save([1], folder / "pytorch_model.bin"), "cannot be read, .*'list'"),
-    "missing shard": (SHARDS, lambda folder: remove(second_shard(folder)), "model-00002-of-.* cannot be read"),
+    "missing shard": (
+        SHARDS,
+        lambda folder: next(folder.glob("*-00002-of-*")).unlink(),
+        "model-00002-of-.* cannot be read",
+    ),
     "missing key": ({}, weights(encoder__layer__1__output__dense__weight=None), "source lack 1 keys of BertModel: enc"),
     "unexpected key": ({}, weights(encoder__layer__1__new=torch.zeros(3)), "source hold unknown 1 keys of BertModel"),
     "wrong shape": ({}, weights(embeddings__LayerNorm__weight=torch.zeros(17)), "source misshape 1 keys of BertModel"),
@@ -148,7 +140,7 @@ SPOILED: dict[str, tuple[dict[str, Any], Callable[[Path], Any], str]] = {
     "large tokenizer": ({"vocab_size": 59}, lambda folder: tiny_tokenizer(folder, 60), "has embeddings for 59 only"),
     "a module of its own code": (
         {},
-        write("modules.json", '[{"path": "", "type": "user/other--custom.Module"}]'),
+        lambda folder: (folder / "modules.json").write_text('[{"path": "", "type": "user/other--custom.Module"}]'),
         "source has a module with code of its own, user/other--custom.Module",
     ),
 }

@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import contents, dense_checkpoint, e5_checkpoint, files_in, read_json
+from helpers.checkpoints import contents, dense_checkpoint, e5_checkpoint, edit_json, files_in, read_json
 from sentence_transformers import SentenceTransformer
 
 from mote import UpcyclingOptions, WriteOptions, experts, transform, upcycle
 from mote.checkpoints.provenance import read_steps
 from mote.checkpoints.transform import Verb
 from mote.remote.modeling_mote import MoTEModel
-
-TEXTS = ["whales breathe air", "bread"]
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +80,12 @@ def fail(model: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*quantize_per_tensor")  # torch, about its own call
 def test_nothing_is_left_of_a_failure(mote: Path, tmp_path: Path) -> None:
-    dense, broken = dense_checkpoint(tmp_path / "dense"), shutil.copytree(mote, tmp_path / "broken")
+    dense = dense_checkpoint(tmp_path / "dense")
+    broken, partial, misshapen = (shutil.copytree(mote, tmp_path / name) for name in ("broken", "partial", "misshapen"))
     os.truncate(next(broken.glob("model-expert-b-*")), 1000)
+    edit_json(partial / "config.json", loaded_experts=["a"])
+    backbone = read_json(mote / "config.json")["backbone_config"]
+    edit_json(misshapen / "config.json", backbone_config=backbone | {"vocab_size": 61})
     before = contents(tmp_path)
     out = tmp_path / "out"
 
@@ -97,9 +99,12 @@ def test_nothing_is_left_of_a_failure(mote: Path, tmp_path: Path) -> None:
     for source, place, message in (
         (dense, out, "is not a MoTE but a 'bert'"),
         (broken, out, "broken/model-expert-b-.*safetensors cannot be read"),
+        (partial, out, "Unknown expert 'b'. Available: 'a'"),
+        (misshapen, out, r"1 mismatched keys \(\('backbone.embeddings.word_embeddings.weight'"),
+        (tmp_path / "nowhere", out, "nowhere is neither a folder nor"),
         (mote, None, "Name the folder to write with `--out`$"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
             transform(source, place, experts.average, options=WriteOptions(overwrite=True))
     with pytest.raises(ValueError, match="Unknown expert 'c'"):
         transform(mote, out, take_out, "c")

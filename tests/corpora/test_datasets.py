@@ -1,10 +1,7 @@
 """`mote mine` and `mote filter` on datasets: same rows, columns that recipes read, resumed runs, clear errors."""
 
-import gzip
-import json
 import re
 import shutil
-from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -15,7 +12,7 @@ import pytest
 from helpers.checkpoints import contents, dense_checkpoint, read_json, trusted
 from helpers.kills import kill_at_random
 from helpers.paths import ROOT, SMALL_MOTE
-from helpers.rows import write_rows
+from helpers.rows import read_rows, write_rows
 from sentence_transformers import SentenceTransformer, SparseEncoder
 from sentence_transformers.util import mine_hard_negatives
 
@@ -45,11 +42,6 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def rows_in(file: Path) -> list[dict[str, Any]]:
-    with gzip.open(file, "rt", encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
-
-
 def mine(data: Path, model: str | Path, name: str = "mined", **options: Any) -> Path:
     chosen = {"negatives": 3, "depth": 20, "relative_margin": None, "data": data, **options}
     return mote.mine_negatives(["retrieval/*"], data.parent / name, model, **chosen)
@@ -64,7 +56,7 @@ def test_rows_come_back_with_negatives_that_recipes_read(data: Path) -> None:
     out = data.parent / "mined"
     command = ["mine", "retrieval/*", "--model", "bm25", "--data", str(data), "--out", str(out), "--negatives", "3"]
     assert main([*command, "--relative-margin", "0.3"]) == 0
-    mined = rows_in(out / "retrieval/animals/train.jsonl.gz")
+    mined = read_rows(out / "retrieval/animals/train.jsonl.gz")
     assert [{key: row[key] for key in ROWS[0]} for row in mined] == ROWS
     columns = find_columns(DatasetSource(path="x"), mined[0], "mined")
     for row in mined:
@@ -82,8 +74,7 @@ def test_rows_come_back_with_negatives_that_recipes_read(data: Path) -> None:
 @pytest.mark.long
 def test_the_negatives_are_those_of_sentence_transformers(tmp_path: Path) -> None:
     """Also pins them: the rows of the negatives of a dataset's first pairs."""
-    with gzip.open(ROOT / "examples/data/retrieval/arxiv/train.jsonl.gz", "rt") as lines:
-        rows = [json.loads(line) for line in islice(lines, 60)]
+    rows = read_rows(ROOT / "examples/data/retrieval/arxiv/train.jsonl.gz")[:60]
     names = find_columns(DatasetSource(path="x"), rows[0], "arxiv").names
     (anchor,), (positive,) = names["anchor"], names["positive"]
     write_rows(tmp_path / "retrieval/arxiv/train.jsonl", rows)
@@ -92,7 +83,7 @@ def test_the_negatives_are_those_of_sentence_transformers(tmp_path: Path) -> Non
     texts = [row[positive] for row in rows]
     mined = [
         [texts.index(row[f"negative_{number}"]) for number in (1, 2, 3)]
-        for row in rows_in(out / "retrieval/arxiv/train.jsonl.gz")
+        for row in read_rows(out / "retrieval/arxiv/train.jsonl.gz")
     ]
     assert mined[:8] == GOLDEN
     theirs = mine_hard_negatives(
@@ -121,7 +112,7 @@ def test_in_blocks_and_in_one_piece_the_same(data: Path, model: Path, monkeypatc
 def test_a_corpus_adds_candidates_each_once(data: Path, model: Path) -> None:
     write_rows(data / "retrieval/few/train.jsonl", [ROWS[0], {**ROWS[0], "positive": ROWS[0]["positive"].upper()}] * 2)
     rows = [{"text": " "}, {"title": "One", "text": "two"}, {"text": "ONE  TWO "}]
-    few = rows_in(
+    few = read_rows(
         mine(data, model, corpus=[write_rows(data.parent / "corpus.jsonl", rows)]) / "retrieval/few/train.jsonl.gz"
     )
     assert [row["negative_1"] for row in few] == ["One two"] * 4
@@ -135,7 +126,7 @@ def test_a_dataset_on_the_hub(data: Path, monkeypatch: pytest.MonkeyPatch) -> No
     out = data.parent / "hub"
     options = {"subset": "small", "negatives": 1, "relative_margin": -1}
     mote.mine_negatives(["hub:me/animals"], out, "bm25", **options)
-    mined = rows_in(out / "me/animals/small/train.jsonl.gz")
+    mined = read_rows(out / "me/animals/small/train.jsonl.gz")
     assert [row["query"] for row in mined] == [row["query"] for row in ROWS[:8]]
     dataset = datasets.Dataset.from_list(ROWS[:9])
     with pytest.raises(ValueError, match="differs in datasets"):
@@ -150,7 +141,7 @@ def test_planted_mismatches_are_dropped_and_others_kept(data: Path) -> None:
     out = data.parent / "filtered"
     command = ["filter", "retrieval/animals", "--model", "bm25", "--data", str(data), "--out", str(out)]
     assert main([*command, "--nearest", "1", "--shard-size", "25"]) == 0
-    assert rows_in(out / "retrieval/animals/train.jsonl.gz") == [
+    assert read_rows(out / "retrieval/animals/train.jsonl.gz") == [
         row for index, row in enumerate(planted) if index not in wrong
     ]
     entry = entry_of(out)
@@ -168,10 +159,10 @@ def test_a_finished_run_is_left_alone_and_another_one_refused(data: Path, caplog
     with pytest.raises(ValueError, match="differs in datasets"):
         mine(data, "bm25")
     mine(data, "bm25", negatives=2, overwrite=True)
-    assert len(rows_in(out / "retrieval/few/train.jsonl.gz")) == 7
+    assert len(read_rows(out / "retrieval/few/train.jsonl.gz")) == 7
     (out / "retrieval/few/train.jsonl.gz").write_bytes(b"damaged")
     mine(data, "bm25", negatives=2)
-    assert len(rows_in(out / "retrieval/few/train.jsonl.gz")) == 7
+    assert len(read_rows(out / "retrieval/few/train.jsonl.gz")) == 7
 
 
 def test_the_teacher_is_loaded_once_and_known_by_its_weights(
@@ -247,10 +238,7 @@ def test_killed_at_random_moments_it_ends_the_same(data: Path, model: Path) -> N
     ("rows", "message"),
     [
         ([{"query": "a", "positive": ""}], r"train\.jsonl:1: 'positive': String should have at least 1 character"),
-        (
-            [{"query": "otter", "positive": "the otter"}, {"query": "o", "positive": "p", "negative_1": "n"}],
-            "already has negatives, and no others can be added",
-        ),
+        ([ROWS[0], {**ROWS[1], "negative_1": "n"}], "already has negatives, and no others can be added"),
         ([{"text": "a", "label": "b"}], r"'label', 'text' are not pairs \(anchor, positive\)"),
         ([{"query": "a", "positive": "b", "of": [{"page": "\ud800"}]}], r"train\.jsonl:1: .* encode .*ud800"),
         ([{"query": "a", "positive": "b", "raw": b"c"}], r"row 1: .*bytes is not JSON serializable"),
@@ -276,6 +264,6 @@ def test_a_sparse_teacher(retrieval: Any, data: Path, tmp_path: Path) -> None:
     queries = encoder.encode_query([row["query"] for row in ROWS[:6]]).to_dense()
     scores = (queries @ encoder.encode_document(documents).to_dense().T).fill_diagonal_(-np.inf)
     nearest = [documents[place] for place in scores.argmax(dim=1)]
-    assert [row["negative_1"] for row in rows_in(tmp_path / "mined/retrieval/few/train.jsonl.gz")] == nearest
+    assert [row["negative_1"] for row in read_rows(tmp_path / "mined/retrieval/few/train.jsonl.gz")] == nearest
     with pytest.raises(ValueError, match="truncate_dim"):
         mine(data, folder, "fewer", trust_remote_code=True, dimensions=8)

@@ -40,11 +40,7 @@ def test_the_text_and_the_id_of_a_row(row: Any, columns: Any, text: str, name: s
         ({"text": "\ud800"}, {}, "'text': Input should be a valid string, unable to parse"),
         ({"text": "a", "title": ["b"]}, {}, "'title': Input should be a valid string, got ['b']"),
         ({"text": "a", "id": 0.5}, {}, "'id': Input should be a valid string, got 0.5"),
-        (
-            {"text": "a"},
-            {"id_column": "key"},
-            "'key': Input should be a valid string, got None (there is no such column, only 'text')",
-        ),
+        ({"text": "a"}, {"id_column": "key"}, "'key': Input should be a valid string, got None (there is no such col"),
         ({"text": "a"}, {"task_column": "task"}, "'task': Input should be a valid string, got None"),
         ({"words": "a"}, {}, "which column holds the texts? Name it in text_columns; there are 'words'"),
         (["a"], {}, "expected a JSON object, got list"),

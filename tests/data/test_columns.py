@@ -45,9 +45,8 @@ def test_every_type_of_row(row: dict[str, Any], columns: Any, row_type: str, exa
     assert check(row, columns) == example
 
 
-@pytest.mark.parametrize(
-    ("row", "columns"),
-    [
+def test_missing_and_ambiguous_columns() -> None:
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"title": "a", "abstract": "b"}, {}),
         ({"query": "a", "question": "b", "answer": "c"}, {}),
         ({"query": "a", "question": "b", "text": "c"}, {}),
@@ -57,17 +56,15 @@ def test_every_type_of_row(row: dict[str, Any], columns: Any, row_type: str, exa
         ({"q": "a", "p": "c"}, {"anchor": "q", "positive": []}),
         ({"q": "a", "t": "b"}, {"anchor": "q", "text": "t"}),
         ({"q": "a", "p": "b", "n": "c", "s": 1}, {"anchor": "q", "positive": "p", "negative": "n", "score": "s"}),
-    ],
-)
-def test_missing_and_ambiguous_columns(row: dict[str, Any], columns: dict[str, Any]) -> None:
-    named = ", ".join(map(repr, sorted(row))) + (f" with `columns` {columns}" if columns else "")
-    with pytest.raises(ValueError, match=re.escape(f"retrieval/tiny: its columns {named} are not pairs (anchor, ")):
-        check(row, columns)
+    ]
+    for row, columns in cases:
+        named = ", ".join(map(repr, sorted(row))) + (f" with `columns` {columns}" if columns else "")
+        with pytest.raises(ValueError, match=re.escape(f"retrieval/tiny: its columns {named} are not pairs (anchor, ")):
+            check(row, columns)
 
 
-@pytest.mark.parametrize(
-    ("present", "row", "fault"),
-    [
+def test_invalid_rows() -> None:
+    cases: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
         (PAIR, {"query": "", "positive": "b"}, "'query': String should have at least 1 character, got ''"),
         (PAIR, {"query": 3, "positive": "b"}, "'query': Input should be a valid string, got 3"),
         (PAIR, {"query": "a", "positive": []}, r"'positive': List should have at least 1 item .*, got \[\]"),
@@ -78,8 +75,7 @@ def test_missing_and_ambiguous_columns(row: dict[str, Any], columns: dict[str, A
         (LABELLED, {"text": "a", "label": " "}, "'label': String should have at least 1 character, got ' '"),
         (SCORED, {**TEXTS, "score": "3"}, "'score': Input should be a valid number, got '3'"),
         (SCORED, {**TEXTS, "score": float("nan")}, "'score': Input should be a finite number, got nan"),
-    ],
-)
-def test_invalid_rows(present: tuple[str, ...], row: dict[str, Any], fault: str) -> None:
-    with pytest.raises(ValueError, match=f"^{fault}$"):
-        check(row, present=present)
+    ]
+    for present, row, fault in cases:
+        with pytest.raises(ValueError, match=f"^{fault}$"):
+            check(row, present=present)

@@ -2,13 +2,12 @@
 
 import logging
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.datasets import write
+from helpers.processes import run_python
 from hub.hub_server import HubServer
 
 from mote.data.rows import find_datasets, read_files, read_rows
@@ -64,20 +63,17 @@ def test_a_pattern_takes_several_datasets_and_names_what_it_passes_over(
         find(folder, "retrieval/*.md")
 
 
-@pytest.mark.parametrize(
-    ("path", "split", "message"),
-    [
+def test_missing_datasets_are_named_with_what_is_there(tmp_path: Path) -> None:
+    write(tmp_path, "data/retrieval/arxiv", ROWS)
+    for path, split, message in (
         ("retrieval/arxive", "train", r"retrieval/arxive with train.jsonl or .*Did you mean 'arxiv'"),
         ("sts/*", "train", r"sts/\* with .*Available: 'retrieval'"),
         ("retrieval/arxiv", "dev", r"retrieval/arxiv with dev.jsonl or .*Available: 'train.jsonl'"),
         ("retrieval", "train", r"retrieval with .*Available: 'arxiv'"),
         ("../nowhere/retrieval", "train", r"nowhere/retrieval with .* In "),
-    ],
-)
-def test_missing_datasets_are_named_with_what_is_there(path: str, split: str, message: str, tmp_path: Path) -> None:
-    write(tmp_path, "data/retrieval/arxiv", ROWS)
-    with pytest.raises(FileNotFoundError, match=f"There is no dataset .*{message}"):
-        find(tmp_path / "data", path, split=split)
+    ):
+        with pytest.raises(FileNotFoundError, match=f"There is no dataset .*{message}"):
+            find(tmp_path / "data", path, split=split)
 
 
 @pytest.mark.parametrize(
@@ -127,8 +123,7 @@ def test_a_dataset_on_the_hub(tmp_path: Path) -> None:
     write(tmp_path, "hub", ROWS)
     with HubServer() as server:
         server.add_repo("user/pairs", tmp_path / "hub")
-        command, environment = [sys.executable, "-c", HUB], server.environment(tmp_path / "home")
-        done = subprocess.run(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True)
+        done = run_python(HUB, cwd=tmp_path, environment=server.environment(tmp_path / "home"))
     found, missing, *_ = done.stdout.split("\n")
     assert found == f"user/pairs {[(f'user/pairs: row {i}', f'text {i - 1}') for i in (1, 2, 3)]}"
     assert missing.startswith("Dataset 'user/missing' doesn't exist on the Hub")

@@ -50,27 +50,20 @@ def test_texts_and_pairs_of_a_folder_are_of_all_its_datasets() -> None:
     assert [len(pair) for pair in pairs.texts] == [2] * 9
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", r"its columns \(none\) are not pairs"),
-        ('{"text": "one"}', "has 1 texts or pairs: a distribution needs at least two"),
-        ('{"text": "one"}\n{"text": 3}', r"1 of 2 rows are invalid(.|\n)*:2: 'text': Input should be a valid string"),
-        ('{"text": "one"}\n{"tex', r":2: invalid JSON"),
-    ],
-)
-def test_invalid_texts_are_named(content: str, message: str, tmp_path: Path) -> None:
+def test_invalid_and_missing_texts_are_named(tmp_path: Path) -> None:
     file = tmp_path / "texts.jsonl"
-    file.write_text(content)
-    with pytest.raises(ValueError, match=message):
-        find_texts(file)
-
-
-def test_missing_files_and_contradictions(tmp_path: Path) -> None:
+    for find, content, message in (
+        (find_texts, "", r"its columns \(none\) are not pairs"),
+        (find_texts, '{"text": "one"}', "has 1 texts or pairs: a distribution needs at least two"),
+        (find_texts, '{"text": "one"}\n{"text": 3}', r"1 of 2 rows are invalid(.|\n)*:2: 'text': Input should be a "),
+        (find_texts, '{"text": "one"}\n{"tex', r":2: invalid JSON"),
+        (find_pairs, '{"query": "a", "text": "b"}', r"'query', 'text' are not pairs \(anchor, positive\) or scored pa"),
+    ):
+        file.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            find(file)
     with pytest.raises(FileNotFoundError, match=r"texts\.txt"):
         find_texts(tmp_path / "texts.txt")
+    (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="0 datasets has 0 texts"):
-        find_texts(folder=tmp_path)
-    (tmp_path / "pairs.jsonl").write_text('{"query": "one", "text": "two"}')
-    with pytest.raises(ValueError, match=r"'query', 'text' are not pairs \(anchor, positive\) or scored pairs"):
-        find_pairs(tmp_path / "pairs.jsonl")
+        find_texts(folder=tmp_path / "empty")

@@ -16,7 +16,8 @@ def langchain(names: dict[str, Any], reference: Reference) -> None:
     reference.is_by([row["vector"] for row in store], [row["text"] for row in store], "search_document")
     reference.is_by(names["embeddings"].embed_query(QUERY), [QUERY], "search_query")
     reference.is_by(names["grouping"].embed_query(QUERY), [QUERY], "clustering")
-    reference.is_by(names["grouping"].embed_documents(TEXTS), TEXTS, "clustering")
+    reference.is_by(vectors := names["grouping"].embed_documents(TEXTS), TEXTS, "clustering")
+    assert (type(vectors), type(vectors[0][0])) == (list, float)
 
 
 @promises("LangChain 2", "langchain_huggingface")

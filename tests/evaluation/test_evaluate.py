@@ -201,9 +201,8 @@ def test_an_interrupted_run_says_how_to_resume(data: Path, tmp_path: Path, monke
         evaluate(SMALL_ENCODER, data=data, out=tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
+def test_invalid_arguments(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cases: list[tuple[list[str], str]] = [
         ([], "--data FOLDER, --benchmark NAME, or only --task"),
         (["--data", "DATA", "--benchmark", "MTEB(eng, v1)"], "Choose what to evaluate on: --data"),
         (["--task", "NFCorpuss"], "'NFCorpuss' not found. Did you mean: 'NFCorpus'"),
@@ -212,12 +211,10 @@ def test_an_interrupted_run_says_how_to_resume(data: Path, tmp_path: Path, monke
         (["--data", "DATA", "--task", "sts/part9"], "sts/part9"),
         (["--data", "nowhere"], "nowhere"),
         (["--data", "DATA", "--reference", "gpt"], "Unknown model 'gpt'. Available: 'small-encoder'"),
-    ],
-)
-def test_invalid_arguments(words: list[str], said: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [str(data) if word == "DATA" else word for word in words]
-    assert main(["evaluate", str(SMALL_ENCODER), *words]) == 1
-    assert said in capsys.readouterr().err
+    ]
+    for words, said in cases:
+        assert main(["evaluate", str(SMALL_ENCODER), *(str(data) if word == "DATA" else word for word in words)]) == 1
+        assert said in capsys.readouterr().err
 
 
 def test_invalid_models(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

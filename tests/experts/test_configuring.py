@@ -99,17 +99,14 @@ def test_another_expert_for_a_task(place: Path) -> None:
     assert (model.encode(TEXTS, task="summarization") == before.encode(TEXTS, task="classification")).all()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_what_cannot_be_set(upcycled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = contents(upcycled)
+    for words, message in (
         (["--task", "sts=clusterin"], "'clusterin'"),
         (["--instruction", "topics=x"], "Unknown task of an instruction: 'topics'. Available: 'classification', "),
-    ],
-)
-def test_what_cannot_be_set(words: list[str], message: str, upcycled: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = contents(upcycled)
-    assert main(["set", str(upcycled), *words]) == 1
-    assert message in capsys.readouterr().err
+    ):
+        assert main(["set", str(upcycled), *words]) == 1
+        assert message in capsys.readouterr().err
     assert contents(upcycled) == before
 
 

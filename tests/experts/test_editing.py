@@ -34,17 +34,6 @@ THREE = ["alpha", "beta", "gamma"]
 PAPER = ["classification", "clustering", "search_query", "search_document"]
 
 
-def state_of(model: MoTEModel) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What must not change when something is refused."""
-    return model.config.to_dict(), {key: value.clone() for key, value in model.state_dict().items()}
-
-
-def assert_unchanged(model: MoTEModel, state: tuple[dict[str, Any], dict[str, torch.Tensor]]) -> None:
-    config, weights = state_of(model)
-    assert config == state[0]
-    assert_same(weights, state[1])
-
-
 def assert_round_trip(model: MoTEModel, folder: Path) -> None:
     """Saved and loaded again, a model is what it was, names and bits."""
     model.save_pretrained(folder)
@@ -117,9 +106,12 @@ def test_the_blocks_of_the_dense_model_as_an_expert() -> None:
     dense = dense_model("bert")
     model = make_different(MoTEModel(mote_config(dense), copy.deepcopy(dense)).eval())
     blocks = {name: dense.state_dict()[name] for name in mote.experts.weights(model, "alpha")}
-    add(model, "source", blocks)
-    assert last_hidden(model, task="source").equal(last_hidden(dense))
+    for name in ("source", "mean"):
+        add(model, name, blocks)
+        assert last_hidden(model, task=name).equal(last_hidden(dense))
     assert not last_hidden(model, task="alpha").allclose(last_hidden(dense), atol=1e-3)
+    add(model, "copy", "mean")  # the expert of that name, not the mean of all
+    assert last_hidden(model, task="copy").equal(last_hidden(dense))
 
 
 def test_threads_and_gradients_reach_a_new_expert_alone() -> None:
@@ -153,10 +145,7 @@ def test_tasks_and_instructions_of_new_experts(tmp_path: Path) -> None:
     add(model, "summarization")  # what the config says of the task stays
     assert model.config.instruction_of("summarization") == "sum: "
     assert_round_trip(model, tmp_path)
-
-
-def test_experts_that_bring_unseen_tasks(tmp_path: Path) -> None:
-    model = trained_mote("bert")
+    model = trained_mote("bert")  # to which some experts bring unseen tasks
     add(model, "classification", "alpha")
     assert model.config.instruction_of("classification") == "classification: "
     assert model.config.tasks["sts"] == "classification"  # as in any MoTE that has it
@@ -177,11 +166,8 @@ def test_tasks_of_a_removed_expert(tmp_path: Path) -> None:
     remove(model, "classification", tasks={"classification": "clustering", **unseen})  # stay removed, whatever that has
     assert set(model.config.tasks) == {*PAPER, "query", "document"}
     assert_round_trip(model, tmp_path)
-
-
-def test_a_task_outlives_the_expert_of_its_name(tmp_path: Path) -> None:
     model = trained_mote("bert", default_task="alpha")
-    remove(model, "alpha", tasks={"alpha": "beta"})
+    remove(model, "alpha", tasks={"alpha": "beta"})  # a task may outlive the expert of its name
     assert last_hidden(model, task="alpha").equal(last_hidden(model, task="beta"))
     assert_round_trip(model, tmp_path)
 
@@ -219,16 +205,11 @@ def test_renaming_keeps_the_order_and_what_belongs_to_it(tmp_path: Path) -> None
 )
 def test_invalid_changes_leave_the_model_unchanged(change: Callable[[Any], Any], message: str) -> None:
     model = paper_mote(default_task="document")
-    state = state_of(model)
+    config, weights = model.config.to_dict(), {key: value.clone() for key, value in model.state_dict().items()}
     with pytest.raises((ValueError, RuntimeError), match=message):
         change(model)
-    assert_unchanged(model, state)
-
-
-def test_an_expert_called_mean() -> None:
-    model = trained_mote("bert", experts=["alpha", "mean"])
-    add(model, "gamma", "mean")
-    assert last_hidden(model, task="gamma").equal(last_hidden(model, task="mean"))
+    assert model.config.to_dict() == config
+    assert_same(model.state_dict(), weights)
 
 
 def test_some_experts_alone(tmp_path: Path) -> None:

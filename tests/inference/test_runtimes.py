@@ -1,7 +1,7 @@
 """Exported experts in ONNX Runtime and OpenVINO."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +43,11 @@ def test_a_backend_that_is_not_installed(
 
 @pytest.fixture(scope="module")
 def converted(trained_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    made: dict[tuple[str, str | None], Path] = {}
-
-    def convert(backend: str, quantize: str | None = None) -> Path:
+    @cache
+    def convert(backend: str, quantize: str | None) -> Path:
         need(backend)
-        key = (backend, quantize)
-        if key not in made:
-            out = tmp_path_factory.mktemp("converted") / "out"
-            made[key] = export(trained_folder, out, expert="search_query", backend=backend, quantize=quantize)
-        return made[key]
+        out = tmp_path_factory.mktemp("converted") / "out"
+        return export(trained_folder, out, expert="search_query", backend=backend, quantize=quantize)
 
     return convert
 
@@ -80,7 +76,7 @@ def test_a_runtime_embeds_as_torch(
 @pytest.mark.slow
 @backends
 def test_a_runtime_in_threads(backend: str, converted: Callable[..., Path]) -> None:
-    model = load_exported(converted(backend), backend)
+    model = load_exported(converted(backend, None), backend)
     texts = [" ".join(TEXTS * (1 + i)) for i in range(8)]
     expected = [model.encode(text) for text in texts]
     wrong: list[int] = []

@@ -32,21 +32,15 @@ def filled(client: Any, function: Any) -> Any:
     return collection
 
 
-def is_queried_by(collection: Any, task: str, reference: Reference) -> None:
-    """Fail unless a collection's answer to a query is that of the expert of `task`."""
-    found = collection.query(query_texts=[TEXTS[1]], n_results=3)
-    documents = reference.embed(TEXTS, "search_document")
-    distances = 1 - documents @ reference.embed(TEXTS[1:2], task)[0]
-    assert found["distances"][0] == pytest.approx(sorted(distances), abs=1e-4)
-    assert found["documents"][0][0] == TEXTS[distances.argmin()]
-
-
 def test_collections_know_their_function(client: Any, trained_folder: Path, reference: Reference) -> None:
     settings: dict[str, Any] = {"trust_remote_code": True, "device": "cpu", "encode_kwargs": {"batch_size": 2}}
     function = MoTEEmbeddingFunction(trained_folder, query_task="sts", **settings)
     collection = client.get_collection(filled(client, function).name)  # without a function
     assert collection.configuration["embedding_function"] is function  # loaded once
-    is_queried_by(collection, "sts", reference)
+    found = collection.query(query_texts=[TEXTS[1]], n_results=3)
+    distances = 1 - reference.embed(TEXTS, "search_document") @ reference.embed(TEXTS[1:2], "sts")[0]
+    assert found["distances"][0] == pytest.approx(sorted(distances), abs=1e-4)
+    assert found["documents"][0][0] == TEXTS[distances.argmin()]
     assert collection.configuration_json["embedding_function"] == {
         "name": "mote",
         "type": "known",

@@ -59,18 +59,13 @@ def test_dense_models() -> None:
         TaskEncoder(model, query_task="topics")
 
 
-@pytest.mark.parametrize("side", ["query_task", "document_task"])
-def test_unknown_tasks_are_errors_at_once(model: SentenceTransformer, side: str) -> None:
-    with pytest.raises(ValueError, match=r"Unknown task 'clusterin'. Did you mean 'clustering'\?"):
-        TaskEncoder(model, **{side: "clusterin"})
-
-
-@pytest.mark.parametrize("name", ["prompt", "prompt_name", "task"])
-def test_one_task_for_both_sides_is_refused(model: SentenceTransformer, name: str) -> None:
-    with pytest.raises(
-        ValueError, match=f"encode_kwargs has '{name}' for both sides: pass `query_task=` and `document_task=`"
-    ):
-        TaskEncoder(model, encode_kwargs={name: "search_document"})
+def test_tasks_that_are_refused(model: SentenceTransformer) -> None:
+    for side in ("query_task", "document_task"):
+        with pytest.raises(ValueError, match=r"Unknown task 'clusterin'. Did you mean 'clustering'\?"):
+            TaskEncoder(model, **{side: "clusterin"})
+    for name in ("prompt", "prompt_name", "task"):  # of both sides
+        with pytest.raises(ValueError, match=f"'{name}' for both sides: pass `query_task=` and `document_task=`"):
+            TaskEncoder(model, encode_kwargs={name: "search_document"})
 
 
 def test_settings(model: SentenceTransformer, trained_folder: Path) -> None:

@@ -12,20 +12,13 @@ from sentence_transformers import SentenceTransformer
 
 pytest.importorskip("llama_index.core", reason="the extra `llamaindex` is not installed")
 
-from llama_index.core.embeddings import BaseEmbedding
+
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.schema import TextNode
 
 from mote.integrations.llamaindex import MoTEEmbedding
 
 TEXTS = ["Whales breathe air through a blowhole.", "Prices rise and money buys less.", "git reset undoes a commit."]
-
-
-def test_queries_and_texts(trained_folder: Path, reference: Reference) -> None:
-    embedding: BaseEmbedding = MoTEEmbedding(trained_folder, trust_remote_code=True, embed_batch_size=2)
-    reference.is_by(embedding.get_query_embedding(TEXTS[0]), TEXTS[:1], "search_query")
-    reference.is_by(embedding.get_text_embedding(TEXTS[0]), TEXTS[:1], "search_document")
-    reference.is_by(embedding.get_text_embedding_batch(TEXTS), TEXTS, "search_document")
 
 
 def test_async_calls_leave_the_loop_free(model: SentenceTransformer, reference: Reference, monkeypatch: Any) -> None:

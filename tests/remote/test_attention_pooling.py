@@ -14,7 +14,6 @@ from transformers import AutoModel
 import mote
 from mote import upcycle
 from mote.training.memory import estimate_memory
-from mote.upcycling.plan import plan_upcycling
 
 SIZES: dict[str, Any] = {"pooling_latents": 6, "pooling_heads": 2, "pooling_head_dim": 5}
 LATENT: dict[str, Any] = {"pooling": "latent_attention", **SIZES}
@@ -201,17 +200,3 @@ def test_streamed_and_built_in_memory(tmp_path: Path) -> None:
         settings = read_json(folder / "config.json")
         assert {key: settings[key] for key in LATENT} == LATENT
         assert 0.7 < model.pooling.latents.float().std() < 1.3
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"pooling": "latent_attention", "routing": "token"}, "needs task experts and dense vectors"),
-        ({"pooling": "self_attention", "retrieval": "hybrid"}, "needs task experts and dense vectors"),
-        ({"pooling": "latent_attention", "with_head": True}, "cannot have a head for masked language modelling"),
-        ({"pooling_heads": 4}, "pooling_heads cannot .* for pooling by attention: add `--pooling latent_attention`"),
-    ],
-)
-def test_settings_that_do_not_go_together(settings: dict[str, Any], message: str, dense: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        plan_upcycling(str(dense), **settings)

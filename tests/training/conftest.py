@@ -1,13 +1,12 @@
 """A model and data for small runs."""
 
-import gzip
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.checkpoints import dense_checkpoint, tiny_tokenizer
 from helpers.paths import EXAMPLE_DATA
+from helpers.rows import write_rows
 from transformers import AutoTokenizer
 
 DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
@@ -52,10 +51,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / dataset.parent.name).mkdir(exist_ok=True)  # no link: what is added must not go into the repository
         (folder / dataset.parent.name / dataset.name).symlink_to(dataset)
     for name in ("stsbenchmark", "sts12"):
-        (folder / "sts" / name).mkdir(parents=True)
-        with gzip.open(folder / "sts" / name / "train.jsonl.gz", "wt") as file:
-            for first, second, score in SCORED:
-                for copy in range(4):
-                    row = {"sentence1": f"{first} {name} {copy}", "sentence2": second, "score": score}
-                    file.write(json.dumps(row) + "\n")
+        rows = [
+            {"sentence1": f"{first} {name} {copy}", "sentence2": second, "score": score}
+            for first, second, score in SCORED
+            for copy in range(4)
+        ]
+        write_rows(folder / "sts" / name / "train.jsonl.gz", rows)
     return folder

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.checkpoints import dense_checkpoint, tensors_of
 from helpers.families import EXPERTS, all_families, batch, dense_model, difference, mote_config
-from helpers.runs import assert_same_weights, break_off, overrides, plan
+from helpers.runs import assert_same_weights, break_off, overrides
 from peft import PeftModel
 from sentence_transformers import SentenceTransformer, SparseEncoder
 from transformers import AutoModel
@@ -240,17 +240,3 @@ def test_two_stages(data: Path, tmp_path: Path) -> None:
     run.finish({})
     loaded = SentenceTransformer(str(tmp_path / "2" / "model"), trust_remote_code=True)
     assert loaded.encode(["a text"], prompt_name="text_matching").shape == (1, 16)
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("training.peft={base_dtype: bfloat16}", "set training.bf16=true"),
-        ("training.start_weight=0.5", "for weaker adapters, lower training.peft.alpha"),
-        ("training.peft={merge: false}", "or upcycle it first"),
-        ("model.kind=token_routed", "stacked weights"),
-    ],
-)
-def test_settings_that_do_not_hold(override: str, message: str, tiny: Path, data: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        plan("mote", overrides(tiny, data, tmp_path, "training.peft={targets: experts}", override))

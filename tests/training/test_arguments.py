@@ -29,6 +29,10 @@ from mote.training.trainer_settings import TrainingSettings
         ("ic", "model.layers=[0]", r"layers: for models with experts"),
         ("ic", "training.start_weight={shared: 0.25}", r"start_weight: .* 'dense' has no task expert"),
         ("tlr", "training.only_experts=[clustering]", r"only_experts: .* 'token_routed' has no task experts"),
+        ("task-lora", "training.peft.base_dtype=bfloat16", "set training.bf16=true"),
+        ("task-lora", "training.start_weight=0.5", "for weaker adapters, lower training.peft.alpha"),
+        ("task-lora", "training.peft.merge=false", "or upcycle it first"),
+        ("tlr", "training.peft={targets: experts}", "stacked weights"),
     ],
 )
 def test_invalid_settings(recipe: str, override: str, message: str, tiny: Path, data: Path, tmp_path: Path) -> None:

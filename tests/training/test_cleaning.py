@@ -64,18 +64,15 @@ def test_pairs_of_zero_and_one(tmp_path: Path) -> None:
     assert only(load(tmp_path, "pair/tiny", task="p", settings={"loss": "CoSENTLoss"})).rows["label"][:] == [0, 1] * 2
 
 
-@pytest.mark.parametrize(
-    ("rows", "loss", "message"),
-    [
+def test_rows_that_do_not_suit_the_loss(tmp_path: Path) -> None:
+    for rows, loss, message in (
         (scored(0, 2.5), "InfoNCE", "has graded scores, but InfoNCE takes 0 and 1: set the loss CoSENTLoss"),
         ([{"query": "a"}], "InfoNCE", "InfoNCE takes rows of the type pairs or labelled or scored, got texts"),
         (labelled(x=2, y=2), "CoSENTLoss", "CoSENTLoss takes rows of the type scored, got labelled"),
-    ],
-)
-def test_rows_that_do_not_suit_the_loss(tmp_path: Path, rows: Rows, loss: str, message: str) -> None:
-    write(tmp_path, "any/tiny", rows)
-    with pytest.raises(ValueError, match=message):
-        load(tmp_path, "any/tiny", task="t", settings={"loss": loss})
+    ):
+        write(tmp_path, "any/tiny", rows)
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path, "any/tiny", task="t", settings={"loss": loss})
 
 
 def test_a_label_with_one_example_is_dropped_by_name(tmp_path: Path) -> None:
@@ -126,6 +123,7 @@ def test_hard_negatives(tmp_path: Path, rows: Rows, dataset: dict[str, Any], exp
 
 SCORED = {"loss": "CoSENTLoss"}
 DISTILLED = {"loss": "MSELoss", "teacher": {"source": "none"}}
+AMBIGUOUS = [{"text": "x 0", "label": label} for label in "xy"]
 
 
 def with_one_pair(*scores: float) -> Rows:
@@ -138,13 +136,7 @@ def with_one_pair(*scores: float) -> Rows:
     [
         ([*pairs(3), {"query": "text 1 ", "positive": "answer to text 1"}, *pairs(1, "b")], {}, {}, None, 4),
         ([{"query": "a", "positive": "b", "negative": n} for n in "cdd"], {}, {}, None, 2),
-        (
-            [*labelled(x=3, y=2), {"text": "x 0", "label": "x"}, {"text": "x 0", "label": "y"}],
-            {},
-            {},
-            "text has several labels",
-            4,
-        ),
+        ([*labelled(x=3, y=2), *AMBIGUOUS], {}, {}, "text has several labels", 4),
         (with_one_pair(0, 1, 1), {}, {}, "pair has several scores", 2),
         (with_one_pair(1, 5.0, 1.0), {}, SCORED, "pair has several scores", 2),
         (with_one_pair(1, 5.0, 1.0), {"min_score": 1}, {}, "pair has several scores", 4),

@@ -1,7 +1,5 @@
 """Several processes that train together, each with a part of every batch, against one process."""
 
-import gzip
-import json
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,6 +9,7 @@ import pytest
 import torch
 from helpers.checkpoints import dense_checkpoint, tensors_of
 from helpers.paths import EXAMPLE_DATA, ROOT, SMALL_ENCODER
+from helpers.rows import read_rows, write_rows
 from helpers.runs import (
     assert_same_weights,
     environment,
@@ -58,13 +57,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Real texts, in numbers that one process and two cut into the same batches."""
     folder = tmp_path_factory.mktemp("data")
     for name in ("retrieval/arxiv", "classification/banking77", "clustering/arxiv_titles"):
-        text = gzip.decompress((EXAMPLE_DATA / name / "train.jsonl.gz").read_bytes()).decode()
-        rows = [json.loads(line) for line in text.splitlines()]
+        rows = read_rows(EXAMPLE_DATA / name / "train.jsonl.gz")
         if "label" in rows[0]:
             frequent = Counter(row["label"] for row in rows).most_common(4)
             rows = [row for label, _ in frequent for row in [r for r in rows if r["label"] == label][:8]]
-        (folder / name).mkdir(parents=True)
-        (folder / name / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:32]))
+        write_rows(folder / name / "train.jsonl", rows[:32])
     return folder
 
 

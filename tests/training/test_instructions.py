@@ -69,15 +69,3 @@ def test_a_mote_that_pools_instructions_is_trained_without(upcycled: Path, data:
     model = train("mote", settings)
     assert instruction_pooling_in(model) == "excluded"
     assert instruction_pooling_in(upcycled) == "included"
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["tasks.clustering.datasets=[{path: a, instruction: x}]"], "the instruction of its task: make its"),
-        (["tasks.retrieval.datasets=[{path: a, instruction: x}]", "model.instructions=false"], "instructions is false"),
-    ],
-)
-def test_what_is_refused(settings: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        load_recipe("mote", settings)

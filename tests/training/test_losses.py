@@ -203,19 +203,17 @@ def test_every_other_loss_of_the_library_can_be_made(model: SentenceTransformer,
         assert built_loss(model, **task, loss_arguments={"scale": 7.0}).scale == 7.0
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_invalid_losses_are_refused() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"loss": "CoSENTLos"}, "unknown loss 'CoSENTLos'. Did you mean 'CoSENTLoss'"),
         ({"loss_arguments": {"scale": 1}}, "InfoNCE takes no loss_arguments"),
         ({"symmetric": True, "in_batch_negatives": False}, "a symmetric loss needs in-batch negatives"),
         ({"loss": "TripletLoss", "in_batch_negatives": False}, "settings of InfoNCE, not of TripletLoss"),
         ({"loss": "MSELoss"}, "MSELoss needs a teacher"),
         ({"teacher": {"source": "none"}}, "InfoNCE takes no teacher"),
-    ],
-)
-def test_invalid_losses_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_loss("sts", task_of(**changes))
+    ]
+    for changes, message in cases:
+        with pytest.raises(ValueError, match=message):
+            check_loss("sts", task_of(**changes))
     with pytest.raises(ValueError, match="unknown loss of sparse vectors 'CoSENTLoss'"):
         check_loss("sts", task_of(loss="CoSENTLoss"), sparse=True)

@@ -49,9 +49,8 @@ def test_learned_positions_are_counted_without_weights(name: str, positions: int
 ROUTED = ("model.kind=token_routed", "model.layers=[1]")
 
 
-@pytest.mark.parametrize(
-    ("recipe", "source", "more", "message"),
-    [
+def test_sources_that_do_not_suit_the_recipe(request: pytest.FixtureRequest) -> None:
+    cases: list[tuple[str, str, tuple[str, ...], str]] = [
         ("ic", "fresh_folder", (), r"is already a MoTE, and differs from the recipe in model.kind"),
         ("mote", "token_routed", (), r"model.kind, model.layers\. It is of the kind 'token_routed', .* \[1\]"),
         ("mote-every-other", "fresh_folder", (), r"differs .* in model.layers"),
@@ -61,14 +60,11 @@ ROUTED = ("model.kind=token_routed", "model.layers=[1]")
         ("mote", "upcycled", ("model.router_aux_loss_coef=0.1",), r"differs .* in model.router_aux_loss_coef"),
         ("mote", "dense", ("model.num_experts=3", "model.router_aux_loss_coef=0.1"), "num_experts"),
         ("mote", "upcycled", ("model.instructions=false",), r"model.instructions is false, but .* remove them first"),
-    ],
-)
-def test_sources_that_do_not_suit_the_recipe(
-    recipe: str, source: str, more: tuple[str, ...], message: str, request: pytest.FixtureRequest
-) -> None:
-    folder = request.getfixturevalue(source)
-    with pytest.raises(ValueError, match=message):
-        names_of(load_recipe(recipe, [f"model.source={folder}", *more]), open_checkpoint(str(folder)))
+    ]
+    for recipe, source, more, message in cases:
+        folder = request.getfixturevalue(source)
+        with pytest.raises(ValueError, match=message):
+            names_of(load_recipe(recipe, [f"model.source={folder}", *more]), open_checkpoint(str(folder)))
 
 
 @pytest.mark.parametrize("name", ["ic", "mote"])

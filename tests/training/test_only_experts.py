@@ -48,14 +48,11 @@ def test_only_the_new_expert_moves(tasks: str, how: str, source: Path, tmp_path:
     assert mote.experts.list_experts(str(model)).base_hash == mote.experts.list_experts(str(source)).base_hash
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
+def test_lines_that_do_not_hold(source: Path, tmp_path: Path) -> None:
+    for override, message in (
         ("training.only_experts=[legl]", r"Unknown expert to train: 'legl'. Did you mean 'legal'\?"),
         ("training.only_experts=[clustering]", r"tasks.legal trains legal, none of .*only_experts \(clustering\)"),
         (f"tasks={{{LEGAL}, {OTHER}}}", "tasks.topics trains clustering, none of"),
-    ],
-)
-def test_lines_that_do_not_hold(override: str, message: str, source: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        plan("mote", settings(source, tmp_path / "run", override))
+    ):
+        with pytest.raises(ValueError, match=message):
+            plan("mote", settings(source, tmp_path / "run", override))

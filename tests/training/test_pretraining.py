@@ -236,11 +236,7 @@ def test_a_dry_run(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("mlm", ["tasks.search={datasets: [retrieval/arxiv]}"], "Unknown task 'search'"),
         ("mlm", ["tasks.clustering.texts=positives"], "dropped 800: not a pair"),
         ("mlm", ["model.kind=token_routed", "training.fp16=true"], "training.bf16=true instead"),
-        (
-            "mlm",
-            ["model.max_length=513"],
-            "model.max_length is 513, and .* positions for 512 tokens: .*`mote lengthen`",
-        ),
+        ("mlm", ["model.max_length=513"], "max_length is 513, and .* positions for 512 tokens: .*`mote lengthen`"),
         ("mlm", ["model.end_token=eos"], "model.end_token: Input should be None, got 'eos'"),
         ("cot-mae", ["tasks.search_document.texts=all"], "context: pair needs `texts: anchors`"),
         ("cot-mae", ["tasks.search_document.context_task=search"], "Unknown task 'search'"),

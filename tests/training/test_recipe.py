@@ -102,6 +102,8 @@ def test_overrides() -> None:
     assert datasets == [("retrieval/arxiv", None), ("retrieval/debian", 10)]
     assert recipe.training.mini_batch_size is None
     assert (recipe.output, recipe.description) == ("elsewhere", "Represent ${x}")
+    with pytest.raises(ValueError, match="instructions is false"):
+        load_recipe("em", ["tasks.retrieval.datasets=[{path: a, instruction: x}]"])
 
 
 def test_files_extend_others_and_may_have_a_shipped_recipes_name(
@@ -117,15 +119,15 @@ def test_files_extend_others_and_may_have_a_shipped_recipes_name(
     assert [load_recipe(name).training.seed for name in ("mote.yaml", "mote", "em")] == [7, 42, 42]
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
+def test_invalid_settings() -> None:
+    for override, message in (
         ("trainng.seed=1", r"unknown key 'trainng'. Did you mean 'training'"),
         ("training.learning_rat=1", r"training: unknown key 'learning_rat'. Did you mean 'learning_rate'"),
         ("tasks.retrieval.temprature=1", r"tasks.retrieval: unknown key 'temprature'. Did you mean 'temperature'"),
         ("tasks.retrieval.datasets=[{path: a, colums: {}}]", r"unknown key 'colums'. Did you mean 'columns'"),
         ("tasks.retrieval.datasets=[{path: a, max_length: {anchor: 9, positive: -3}}]", "positive: .*than 0, got -3"),
         ("tasks.retrieval.datasets=[{path: a, columns: {ancor: q}}]", r"(?s)ancor.*'anchor', 'positive'"),
+        ("tasks.clustering.datasets=[{path: a, instruction: x}]", "the instruction of its task: make its"),
         ("training={batch_size: 1, weight_decay: x}", r"(?s)training.batch_size.*training.weight_decay"),
         ("model.kind=sparse", r"model.kind: Input should be 'mote', 'token_routed' or 'dense'"),
         ("training.batch_size", r"expected key=value"),
@@ -133,11 +135,9 @@ def test_files_extend_others_and_may_have_a_shipped_recipes_name(
         ("tasks=retrieval", r"tasks: Input should be a valid dictionary"),
         ("tasks.retreival=null", r"'tasks.retreival=null' is invalid: .*Did you mean 'retrieval'"),
         ("training={seed: 7, seed: 8}", r"(?s)The override 'training=.*' is invalid: .*found duplicate key seed"),
-    ],
-)
-def test_invalid_settings(override: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        load_recipe("mote", [override])
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_recipe("mote", [override])
 
 
 def test_a_recipe_removes_only_tasks_that_are_there(tmp_path: Path) -> None:
@@ -156,17 +156,14 @@ def test_an_unknown_recipe_lists_the_shipped_ones(tmp_path: Path) -> None:
         load_recipe(tmp_path / "circle.yaml")
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_a_recipe_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for content, message in (
         (b"- a\n- b", "is invalid: Unsupported value type"),
         (b"a: !!python/object/apply:os.getcwd []", "is invalid: "),
         ("name: größer\n".encode("latin-1"), "is invalid: .*0xf6"),
         (b"extends: mote\ndata: {}\n\nname: x\ndata: {limit: 8}\n", "found duplicate key data.*line 5"),
         (b"tasks:\n  a: {anchor: x}\n  'a': {anchor: y}\n", "found duplicate key a.*line 3"),
-    ],
-)
-def test_a_recipe_that_cannot_be_read_is_named(content: bytes, message: str, tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_bytes(content)
-    with pytest.raises(ValueError, match=f"(?s)The recipe .*mine.yaml .*{message}"):
-        load_recipe(tmp_path / "mine.yaml")
+    ):
+        (tmp_path / "mine.yaml").write_bytes(content)
+        with pytest.raises(ValueError, match=f"(?s)The recipe .*mine.yaml .*{message}"):
+            load_recipe(tmp_path / "mine.yaml")

@@ -2,14 +2,13 @@
 
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers.checkpoints import dense_checkpoint
+from helpers.processes import run_python
 from hub.hub_server import HubServer
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
@@ -112,9 +111,7 @@ teachers.TeacherEmbeddings(TeacherSettings(source=sys.argv[1]), Path(sys.argv[2]
 
 
 def test_a_killed_run_resumes_from_the_finished_chunks(teacher: Path, tmp_path: Path, encoded: list[int]) -> None:
-    command = [sys.executable, "-c", KILLED, str(teacher), str(tmp_path / "killed")]
-    killed = subprocess.run(command, check=False, capture_output=True)  # with as many threads as here
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    run_python(KILLED, teacher, tmp_path / "killed", cwd=tmp_path, status=-signal.SIGKILL)
     assert [path.name for path in files(tmp_path / "killed")] == ["000000000.npy", "000000004.npy"]
     resumed = embed(teacher, tmp_path / "killed")
     assert encoded == [2]
@@ -151,10 +148,9 @@ def test_a_teacher_on_the_hub_is_that_of_a_revision(teacher: Path, tmp_path: Pat
     save_file({name: 2 * tensor for name, tensor in weights.items()}, newer / "model.safetensors", {"format": "pt"})
 
     def run(cache: str) -> list[str]:
-        command = [sys.executable, "-c", HUB, str(tmp_path / cache), first]
         environment = {**server.environment(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
-        output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
-        return output.splitlines()
+        done = run_python(HUB, tmp_path / cache, first, cwd=tmp_path, environment=environment)
+        return done.stdout.splitlines()
 
     with HubServer() as server:
         first = server.add_repo("user/teacher", teacher)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.checkpoints import dense_checkpoint, edit_json, edit_weights, tensors_of
+from helpers.datasets import write
 from helpers.inference_server import read_as_server
 from helpers.paths import SMALL_ENCODER
 from helpers.runs import (
@@ -318,15 +319,13 @@ def test_a_default_prompt_without_a_task_is_not_kept(data: Path, tmp_path: Path)
 def test_other_data_are_refused_on_resuming(
     loss: str, column: str, other: Any, tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy = tmp_path / "data" / "retrieval" / "made"
-    copy.mkdir(parents=True)
     rows = [{"query": f"question {i}", "positive": f"answer {i}", "score": i % 2} for i in range(64)]
-    (copy / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(tmp_path / "data", "retrieval/made", rows)
     task = f"tasks={{retrieval: {{anchor: search_query, batches: homogeneous, loss: {loss}, datasets: [retrieval/*]}}}}"
     settings = overrides(tiny, tmp_path / "data", tmp_path / "run", task, "data.limit=null", "validation.share=0")
     break_off(settings, monkeypatch, at=2)
     rows[7][column] = other
-    (copy / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(tmp_path / "data", "retrieval/made", rows)
     with pytest.raises(ValueError, match=r"The data differ from those .*: retrieval/made \('\w+' there, '\w+' here\)"):
         train("mote", settings)
 
