@@ -120,7 +120,7 @@ def test_token_routers_and_compressed_experts(dense: Path, tiny_mote: Path, tmp_
     assert main(["compress", str(tiny_mote), "--rank", "2", "--out", str(tmp_path / "small")]) == 0
     small = str(tmp_path / "small")
     with pytest.raises(ValueError, match="has another base than"):
-        add(tiny_mote, f"{small}:clustering", tmp_path / "out", name="x")
+        add(tiny_mote, f"{small}:clustering", tmp_path / "out", name="x", instruction="x: ")
     expected = hidden(tmp_path / "small", "clustering")
     renamed = mote.transform(small, tmp_path / "out", mote.experts.rename, "clustering", "x")
     assert hidden(renamed, "x").equal(expected)
