@@ -65,15 +65,16 @@ PAIRS = [{**PAIR, "sentence1": str(i), "label": int(i == 0)} for i in range(100)
 CLUSTERS = [{"text": str(i), "label": "ab"[i % 2]} for i in range(20)]
 
 
-@pytest.mark.parametrize(
-    ("path", "rows", "limit"),
-    [("pair/made", PAIRS, 5), ("clustering/made", CLUSTERS, 1), ("clustering/made", CLUSTERS, 2)],
-)
-def test_a_limit_that_leaves_nothing_to_score(path: str, rows: Rows, limit: int, tmp_path: Path) -> None:
-    write_rows(tmp_path / path / "test.jsonl.gz", rows)
-    with pytest.raises(ValueError, match=rf"{path}: \d labels in {limit} rows within the limit of {limit} cannot"):
-        content(path, limit, tmp_path)
-    assert len(content(path, 60, tmp_path)) == min(60, len(rows))
+def test_a_limit_that_leaves_nothing_to_score(tmp_path: Path) -> None:
+    for path, rows, limit in (
+        ("pair/made", PAIRS, 5),
+        ("clustering/made", CLUSTERS, 1),
+        ("clustering/made", CLUSTERS, 2),
+    ):
+        write_rows(tmp_path / path / "test.jsonl.gz", rows)
+        with pytest.raises(ValueError, match=rf"{path}: \d labels in {limit} rows within the limit of {limit} cannot"):
+            content(path, limit, tmp_path)
+        assert len(content(path, 60, tmp_path)) == min(60, len(rows))
 
 
 def test_a_limited_corpus_holds_the_documents_of_the_qrels_and_others() -> None:
@@ -110,9 +111,8 @@ RERANKING = {"query": "q", "positive": ["a"], "negative": ["b"]}
 UNKNOWN = {"text": "t", "machine_summaries": ["a", "b"], "beauty": [1, 2]}
 
 
-@pytest.mark.parametrize(
-    ("task", "rows", "message"),
-    [
+def test_invalid_rows_are_refused(tmp_path: Path) -> None:
+    cases: list[tuple[str, Rows, str]] = [
         ("sts", [{**PAIR, "score": 1}, PAIR], "test.jsonl.gz:2: 'score': Input should be a valid number, got None"),
         ("sts", [{**PAIR, "score": "4"}], ":1: 'score': Input should be a valid number, got '4'"),
         ("sts", [], "no 'test' split, or one without rows"),
@@ -123,11 +123,10 @@ UNKNOWN = {"text": "t", "machine_summaries": ["a", "b"], "beauty": [1, 2]}
         ("reranking", [{**RERANKING, "positive": []}], "'positive': List should have at least 1 item"),
         ("summarization", [SUMMARY, {**SUMMARY, "relevance": [1]}], ":2: machine_summaries and relevance are not of"),
         ("summarization", [UNKNOWN], "'relevance': Input should be a valid list, got None"),
-    ],
-)
-def test_invalid_rows_are_refused(task: str, rows: Rows, message: str, tmp_path: Path) -> None:
-    write_rows(tmp_path / f"{task}/bad/test.jsonl.gz", rows)
-    assert message in fault(tmp_path, f"{task}/bad")
+    ]
+    for task, rows, message in cases:
+        write_rows(tmp_path / f"{task}/bad/test.jsonl.gz", rows)
+        assert message in fault(tmp_path, f"{task}/bad")
 
 
 def test_one_summary_for_one_text_and_several_for_another(tmp_path: Path) -> None:

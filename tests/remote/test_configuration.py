@@ -163,35 +163,31 @@ def test_tasks_given_while_loading_are_completed() -> None:
     assert loaded.instruction_of("legal") == "Law: "
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings", "message"),
-    [
+def test_an_invalid_setting_while_loading() -> None:
+    """The base class sets what it knows without a look, and drops the rest."""
+    cases: list[tuple[Any, dict[str, Any], str]] = [
         (MoTEConfig, {"default_task": "clusterin"}, "Unknown default_task 'clusterin'. Did you mean 'clustering'"),
         (MoTEConfig, {"experts": ["clustering"], "defaulttask": "clustering"}, "Did you mean 'default_task'"),
         (MoTEConfig, {"experts": ["clusterin"]}, "Unknown expert 'clusterin'. Did you mean 'clustering'"),
         (MoTEConfig, {"experts": []}, r"loaded_experts \[\] must be some of the experts"),
         (TokenRoutedConfig, {"router_aux_loss_coeff": 0.5}, "Unknown setting .*Did you mean 'router_aux_loss_coef'"),
-    ],
-)
-def test_an_invalid_setting_while_loading(kind: Any, settings: dict[str, Any], message: str) -> None:
-    """The base class sets what it knows without a look, and drops the rest."""
-    with pytest.raises(ValueError, match=message):
-        kind.from_dict(kind().to_dict(), **settings)
+    ]
+    for kind, settings, message in cases:
+        with pytest.raises(ValueError, match=message):
+            kind.from_dict(kind().to_dict(), **settings)
 
 
-@pytest.mark.parametrize(
-    ("task", "message"),
-    [
+def test_the_expert_of_a_task() -> None:
+    loaded = config(loaded_experts=["clustering"])
+    assert loaded.expert_of("clustering") == config(default_task="clustering").expert_of(None) == "clustering"
+    wrong: list[tuple[Any, str]] = [
         *[(task, "Unknown task .*Available: 'classification'") for task in ("clusterin", "", 3, ["clustering"])],
         (None, r"no default_task\. Pass `task=`.* Available: 'classification'"),
         ("sts", r"'sts' needs the expert 'classification', .* experts=\['clustering'\]"),
-    ],
-)
-def test_the_expert_of_a_task(task: Any, message: str) -> None:
-    loaded = config(loaded_experts=["clustering"])
-    assert loaded.expert_of("clustering") == config(default_task="clustering").expert_of(None) == "clustering"
-    with pytest.raises(ValueError, match=message):
-        loaded.expert_of(task)
+    ]
+    for task, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            loaded.expert_of(task)
 
 
 RULES: dict[str, Any] = {
