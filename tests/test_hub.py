@@ -29,9 +29,6 @@ batch = torch.load(inputs)
 model = AutoModel.from_pretrained(name, trust_remote_code=True)
 with torch.no_grad():
     outputs = {task: model(**batch, task=task).pooler_output for task in model.config.experts}
-one = AutoModel.from_pretrained(name, trust_remote_code=True, experts=["search_query"])
-with torch.no_grad():
-    assert torch.equal(one(**batch, task="query").pooler_output, outputs["search_query"])
 encoder = SentenceTransformer(name, trust_remote_code=True)
 outputs["encoded"] = torch.from_numpy(encoder.encode(["a whale", "bread"], prompt_name="search_query"))
 torch.save(outputs, inputs + ".outputs")
@@ -122,19 +119,6 @@ print(sorted(model.model_prompts[name] for name in names.values()))
 """
     prompts = ["classification: ", "classification: ", "search_document: ", "search_query: "]
     assert str(prompts) in run(server, tmp_path / "fresh", "-c", code)
-
-
-def test_pushing_again_updates_the_repository(server: HubServer, source: str, tmp_path: Path) -> None:
-    push = ["--src", source, "--push", "--repo-id", "user/tiny", "--out", "out", "--private"]
-    upcycle(server, tmp_path, *push, "--max-shard-size", "20KB")
-    first = {name for name in server.files("user/tiny") if "safetensors" in name}
-    assert len([name for name in first if "model-base-0" in name]) > 1
-    upcycle(server, tmp_path, *push, "--overwrite")
-    second = {name for name in server.files("user/tiny") if "safetensors" in name}
-    assert [name[:11] for name in second - first] == ["model-base-"]
-    assert len(second) == 6  # with four experts and the index
-    code = "from huggingface_hub import hf_hub_download; hf_hub_download('user/tiny', 'config.json')"
-    assert "RepositoryNotFoundError" in run(server, tmp_path / "fresh", "-c", code, token=None, status=1)  # private
 
 
 @pytest.mark.parametrize(

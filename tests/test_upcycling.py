@@ -439,22 +439,3 @@ def test_a_head_of_a_token_routed_source_is_left_out(token_routed: Path, tmp_pat
         assert mote.load(out)(**batch(), task="sts").last_hidden_state.equal(expected)
     with pytest.raises(ValueError, match="'mote_hierarchical' cannot have a head for masked language modelling"):
         plan_upcycling(str(token_routed), with_head=True)
-
-
-@pytest.mark.slow
-def test_task_experts_of_nomic_embed_v2(shared: Path, tmp_path: Path) -> None:
-    folder = shared / "fixtures/nomic-embed-v2-moe-original"
-    routed = upcycle(str(folder), tmp_path / "routed", tokenizer=str(tiny_tokenizer(tmp_path / "tokenizer")))
-    out = upcycle(str(routed), tmp_path / "out")
-    expected = load_file(folder / "expected.safetensors")
-    mask = expected["attention_mask"]
-    inputs = {"input_ids": expected["input_ids"], "attention_mask": mask}
-    source = AutoModel.from_pretrained(routed, trust_remote_code=True).eval()
-    model = AutoModel.from_pretrained(out, trust_remote_code=True).eval()
-    assert model.config.mote_layer_indices == list(range(4))
-    with torch.no_grad():
-        of_source = source(**inputs).last_hidden_state
-        for task in model.config.tasks:
-            found = model(**inputs, task=task).last_hidden_state
-            assert found.equal(of_source)
-            assert (found - expected["last_hidden_state"])[mask.bool()].abs().max() <= 1e-5

@@ -364,6 +364,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         listener.bind((host, port))
     except OSError as error:
+        listener.close()
         raise OSError(f"cannot listen at {host}, port {port}: {error.strerror}. Choose another `--port`") from error
     return listener
 

@@ -1,7 +1,6 @@
 """One expert in a file of its own."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -163,21 +162,12 @@ def test_the_base_hash_knows_the_base_again(upcycled: Path, dense: Path, tmp_pat
     assert {base_hash(tmp_path / name) for name in ("others", "saved", "trained")} == {base_hash(upcycled)}
 
 
-def changed_attention(folder: Path) -> None:
-    key = "backbone.encoder.layer.0.shared.attention.self.query.bias"
-    edit_weights(folder, **{key: tensors_of(folder)[key] + 1e-6})
-
-
-def other_type(folder: Path) -> None:
-    MoTEModel.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
-
-
-@pytest.mark.parametrize("change", [changed_attention, other_type])
 def test_a_wrong_base_is_refused(
-    change: Callable[[Path], None], tiny_mote: Path, legal: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_mote: Path, legal: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = shutil.copytree(tiny_mote, tmp_path / "other")
-    change(folder)
+    key = "backbone.encoder.layer.0.shared.attention.self.query.bias"
+    edit_weights(folder, **{key: tensors_of(folder)[key] + 1e-6})
     for verb in (["add", str(folder), str(legal)], ["merge", str(folder), "clustering", str(legal)]):
         assert main(["experts", *verb, "--name", "x", "--out", str(tmp_path / "out")]) == 1
         error = capsys.readouterr().err

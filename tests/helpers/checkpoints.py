@@ -153,10 +153,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def edit_weights(folder: Path, **changes: torch.Tensor | None) -> None:
-    """Add, replace or take out (None) tensors, in one file, as before there was one for each expert.
-
-    `__` in a keyword stands for a dot.
-    """
+    """Add, replace or take out (None) tensors, and write all into one file; `__` in a keyword stands for a dot."""
     weights = tensors_of(folder) | {key.replace("__", "."): value for key, value in changes.items()}
     for file in folder.glob("model*.safetensors*"):
         file.unlink()

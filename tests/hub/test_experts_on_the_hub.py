@@ -136,10 +136,8 @@ WAYS = {
     "extract": 'cli("experts", "extract", repo, "e03", "--out", out + "/one.safetensors")',
     "add": 'cli("experts", "add", LOCAL, repo + ":e03", "--name", "one", "--out", out)',
     "pinned": 'vector(auto(repo, experts=["e03"], revision=OLD))',
-    "pinned-load": 'vector(mote.load(repo, experts="e03", revision=OLD))',
     "pinned-export": 'cli("export", repo, "--expert", "e03", "--revision", OLD, "--out", out)',
     "token": 'vector(auto(repo, experts=["e03"], token="hf_read"))',
-    "token-load": 'vector(mote.load(repo, experts="e03", token="hf_read"))',
     "all": "vector(auto(repo))",
 }
 OFFLINE = ["AutoModel", "SentenceTransformer", "load", "embed", "export", "extract"]

@@ -1,23 +1,18 @@
 """The files of weights: their names, what belongs together, and what is left after a kill."""
 
 import contextlib
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import assert_same, contents, edit_weights, files_in
+from helpers.checkpoints import assert_same, edit_weights, files_in, read_json
 from helpers.families import fresh_mote, make_different, trained_mote
 from safetensors import safe_open
 
 from mote.remote.modeling_mote import MoTEModel
 from mote.remote.weights_mote import read_index
-
-
-def index_of(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "model.safetensors.index.json").read_text())
 
 
 def test_any_reader_of_shards_reads_them(tmp_path: Path) -> None:
@@ -29,7 +24,7 @@ def test_any_reader_of_shards_reads_them(tmp_path: Path) -> None:
         with safe_open(path, framework="pt") as file:
             assert {*file.metadata()} == {"format", "mote"}
             stored |= dict.fromkeys(file.keys(), path.name)
-    assert stored == index_of(tmp_path)["weight_map"]
+    assert stored == read_json(tmp_path / "model.safetensors.index.json")["weight_map"]
     assert stored.keys() == model.state_dict().keys()
     again = fresh_mote("bert")
     accelerate.load_checkpoint_in_model(again, tmp_path)
@@ -47,20 +42,7 @@ def test_names_of_experts_that_are_no_names_of_files(tmp_path: Path) -> None:
     assert_same(one.state_dict(), {key: model.state_dict()[key] for key in one.state_dict()})
 
 
-def test_the_same_weights_are_the_same_files(tmp_path: Path) -> None:
-    model = trained_mote("bert")
-    for name in ("one", "two"):
-        model.save_pretrained(tmp_path / name)
-    assert contents(tmp_path / "one") == contents(tmp_path / "two")
-    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "one").glob("*.safetensors")}
-    make_different(model)  # the experts, not what they share
-    model.save_pretrained(tmp_path / "one")
-    kept = {path.name for path in (tmp_path / "one").glob("*.safetensors")} & before.keys()
-    assert [name[:11] for name in kept] == ["model-base-"]
-    assert all((tmp_path / "one" / name).stat().st_mtime_ns == before[name] for name in kept)
-
-
-@pytest.mark.parametrize("swap", ["of another base", "under another name", "of a dense model", "missing"])
+@pytest.mark.parametrize("swap", ["of another base", "under another name", "missing"])
 def test_files_that_do_not_belong_together(swap: str, tmp_path: Path) -> None:
     trained_mote("bert").save_pretrained(tmp_path / "one")
     other = trained_mote("bert")
@@ -73,9 +55,6 @@ def test_files_that_do_not_belong_together(swap: str, tmp_path: Path) -> None:
     if swap == "missing":
         error = OSError
         mine.unlink()
-    elif swap == "of a dense model":
-        edit_weights(tmp_path / "two")
-        shutil.copy(tmp_path / "two" / "model.safetensors", mine)
     else:
         shutil.copy(theirs if swap == "of another base" else alpha, mine)
     message = "lacks the files of the experts 'beta'" if swap == "missing" else f"{mine.name} does not belong"
