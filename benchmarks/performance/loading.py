@@ -4,6 +4,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from safetensors.torch import save_file
+from torch import nn
 from transformers import BertConfig, BertModel, PreTrainedModel
 
 from benchmarks.pairing import medians
@@ -90,7 +91,8 @@ def _dense(options: Options) -> PreTrainedModel:
     if options.quick or options.checkpoint != SMALL_ENCODER:
         return load_dense(options).cpu()
     config = BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
-    return BertModel(config).to(options.dtype).eval()
+    model: nn.Module = BertModel(config)
+    return model.to(options.dtype).eval()  # type: ignore[return-value]
 
 
 def _bytes_needed(folder: Path) -> int:
