@@ -18,6 +18,7 @@ import inspect
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -34,7 +35,7 @@ from transformers.utils.hub import extract_commit_hash
 from .architectures_mote import MPNetBackbone, architecture_of
 from .configuration_mote import MoTEConfig, require_known
 from .mixed_batch_mote import groups_of
-from .weights_mote import WeightFiles, find_files, find_index, read_index
+from .weights_mote import WeightFiles, find_files, find_index, read_index, weight_map
 
 SEQUENCE_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "position_ids")
 HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
@@ -340,6 +341,8 @@ class MoTEModel(PreTrainedModel):
             hub = load_config.download_kwargs or {}
             checkpoint_files = find_files(name, folder, model.config, hasattr(model, "head"), **hub)
             model.indexes = (read_index(folder),)
+            if "disk" in (load_config.device_map or {}).values():  # accelerate will read these weights from there
+                load_config = replace(load_config, sharded_metadata={"weight_map": weight_map(folder)})
         else:  # in the old layout, the experts that are not loaded are in the same files
             others = {*model.config.experts}.difference(model.config.available_experts)
             ignored = model._keys_to_ignore_on_load_unexpected or set()
@@ -358,10 +361,7 @@ class MoTEModel(PreTrainedModel):
     ) -> None:
         """Save, each expert into a file of its own: see `weights_mote.py`. What did not change is not written again.
 
-        A folder that holds more experts than were loaded keeps them.
-
-        Raises:
-            ValueError: If it cannot, because the shared weights are others there.
+        A folder that holds more experts than were loaded keeps them; `ValueError` if other shared weights are there.
         """
         folder, config = Path(save_directory), self.config
         (getattr(config, "auto_map", None) or {}).pop("AutoModelForMaskedLM", None)  # a class with a head adds it
@@ -400,8 +400,7 @@ class MoTEModel(PreTrainedModel):
     def replacing(self, repo_id: str | None, **hub: Any) -> Iterator[None]:
         """Within the context, save what is to replace the model in a repository: keep experts that were not loaded.
 
-        Raises:
-            ValueError: If it is the model's own repository, and others have changed the weights there.
+        Raises `ValueError` if it is the model's own repository, and others have changed the weights there.
         """
         own = repo_id == self.name_or_path
         index = find_index(repo_id, **hub) if repo_id and (own or self.config.loaded_experts) else None

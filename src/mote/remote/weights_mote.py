@@ -16,7 +16,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +59,17 @@ def group_of(key: str, config: MoTEConfig) -> str | None:
 def read_index(folder: Path) -> Any:
     """Read an index: the hash `base`, and the files `shared`, `head` and `experts` (by name).
 
-    None if there is none, or another layout. The map from weights to files, which is long, is not parsed.
+    None if there is none, or another layout. The `weight_map` is not parsed.
     """
     path = folder / SAFE_WEIGHTS_INDEX_NAME
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     start = re.match(r'\{\s*"metadata":\s*', text)
     return start and json.JSONDecoder().raw_decode(text, start.end())[0].get(HEADER)
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    """Read the map from weights to files, which is long."""
+    return json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text(encoding="utf-8"))["weight_map"]
 
 
 def read_header(file: str | Path) -> dict[str, Any]:
@@ -88,9 +93,7 @@ def find_index(name: str | os.PathLike, **hub: Any) -> Path | None:
 def find_files(name: str, folder: Path, config: MoTEConfig, head: bool = True, **hub: Any) -> list[str]:
     """Find the files of the available experts, and of what they share, beside an index; download them from the Hub.
 
-    Raises:
-        OSError: If files are not there.
-        ValueError: If the config has other experts than the index, or a file belongs to another model.
+    Missing files are an `OSError`, other experts than the config's or files of another model a `ValueError`.
     """
     index, experts = read_index(folder), config.available_experts if config.routes_by_task else []
     if not {*experts} <= index["experts"].keys() <= ({*config.experts} if experts else set()):
@@ -174,8 +177,8 @@ class WeightFiles:
         else:
             found = {name: file for name, file in index["experts"].items() if name not in self.index["experts"]}
             if index["base"] == self.base and {*found} <= {*others}:
-                old = json.loads((self.previous / SAFE_WEIGHTS_INDEX_NAME).read_text(encoding="utf-8"))["weight_map"]
-                self.weight_map |= {key: file for key, file in old.items() if file in found.values()}
+                old = weight_map(self.previous).items()
+                self.weight_map |= {key: file for key, file in old if file in found.values()}
                 return found
             lost = [*found]
         if lost:
@@ -231,7 +234,7 @@ def describe(config: MoTEConfig, expert: str) -> dict[str, Any]:
 
 def digest_of(weight: torch.Tensor) -> str:
     """Hash a tensor: its dtype, shape and values."""
-    digest = blake2b(f"{weight.dtype} {list(weight.shape)}\0".encode(), digest_size=16)
+    digest = sha256(f"{weight.dtype} {list(weight.shape)}\0".encode())  # processors have instructions for it
     digest.update(weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
@@ -248,10 +251,7 @@ def base_hash(config: MoTEConfig, digests: Mapping[str, str]) -> str:
 
 
 def _settings_of(backbone: Any) -> list[Any]:
-    """Return the settings that affect what a backbone computes, unless they are at their defaults.
-
-    So a version of transformers that adds a setting leaves hashes unchanged.
-    """
+    """Return the settings that affect what a backbone computes; new ones, at their defaults, leave hashes unchanged."""
     if hasattr(backbone, "routes_by_task"):  # token-routed
         routing = [getattr(backbone, name) for name in _ROUTING]
         return [*_settings_of(backbone.backbone_config), backbone.mote_layer_indices, *routing]
