@@ -48,6 +48,8 @@ def test_a_token_routed_expert(trained_hierarchical: Path, token_routed: Path, t
     out = export(trained_hierarchical, tmp_path / "out", expert="search_query")
     mote, routed = trusted(trained_hierarchical), trusted(out)
     assert type(routed[0].model).__name__ == "TokenRoutedModel"
+    for model in (mote, routed):  # a mapped file begins at any multiple of 8, on which grouped_mm's last bit depends
+        model.load_state_dict({key: weight.clone() for key, weight in model.state_dict().items()}, assign=True)
     with torch.no_grad():
         expected = mote[0].model(**batch(), task="search_query").last_hidden_state
         assert routed[0].model(**batch()).last_hidden_state.equal(expected)
