@@ -155,14 +155,13 @@ class MoTEConfig(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Build from a dict; `experts=[…]` among the keyword arguments selects the experts to load."""
-        selected, weights = kwargs.pop("experts", None), kwargs.pop("transformers_weights", None)
+        selected = kwargs.pop("experts", None)
         _refuse_misspelled(kwargs, cls)  # the base class would drop them
-        given = {name: kwargs.pop(name) for name in ("tasks", "instructions") if kwargs.get(name) is not None}
+        fields = ("tasks", "instructions", "transformers_weights")
+        given = {name: kwargs.pop(name) for name in fields if kwargs.get(name) is not None}
         result = super().from_dict({**config_dict, **given}, **kwargs)  # the base class would skip `__post_init__`
         config = result[0] if isinstance(result, tuple) else result
         config.validate() if selected is None else config.load_only(selected)
-        if weights is not None:
-            config.transformers_weights = weights
         return result
 
     def load_only(self, experts: str | Iterable[str]) -> None:

@@ -303,10 +303,10 @@ class MoTEModel(PreTrainedModel):
         """
         name = args[0] if args else kwargs.get("pretrained_model_name_or_path")  # None: of a state_dict
         hub = {key: kwargs[key] for key in HUB_ARGUMENTS if kwargs.get(key)}
-        index = find_index(name, **hub) if name is not None and not kwargs.get("variant") else None
+        folder, index = find_index(name, **hub) if name is not None and not kwargs.get("variant") else (None, None)
         if index is not None:  # the library gets one file from here; the others are found once the model is built
-            kwargs["transformers_weights"] = read_index(index.parent)["shared"][0]
-            if commit := extract_commit_hash(str(index), None):
+            kwargs["transformers_weights"] = index["shared"][0]
+            if commit := extract_commit_hash(f"{folder}/", None):
                 kwargs["revision"] = hub["revision"] = commit
         if isinstance(kwargs.get("config"), PreTrainedConfig):
             kwargs["config"] = copy.deepcopy(kwargs["config"])
@@ -338,9 +338,9 @@ class MoTEModel(PreTrainedModel):
         """Find the files of the model's experts, and remember them."""
         if vars(model.config).pop("transformers_weights", None):
             name, folder = str(load_config.pretrained_model_name_or_path), Path(checkpoint_files[0]).parent
-            hub = load_config.download_kwargs or {}
-            checkpoint_files = find_files(name, folder, model.config, hasattr(model, "head"), **hub)
-            model.indexes = (read_index(folder),)
+            index, hub = read_index(folder), load_config.download_kwargs or {}
+            checkpoint_files = find_files(name, folder, index, model.config, hasattr(model, "head"), **hub)
+            model.indexes = (index,)
             if "disk" in (load_config.device_map or {}).values():  # accelerate will read these weights from there
                 load_config = replace(load_config, sharded_metadata={"weight_map": weight_map(folder)})
         else:  # in the old layout, the experts that are not loaded are in the same files
@@ -379,8 +379,10 @@ class MoTEModel(PreTrainedModel):
             files = WeightFiles(weights, config, folder, max_shard_size, previous=self.replaced)
             config.loaded_experts = files.loaded_experts
             self.indexes += (files.index,)
-        super().save_pretrained(folder, state_dict={}, **kwargs)
-        config.loaded_experts = loaded
+        try:
+            super().save_pretrained(folder, state_dict={}, **kwargs)
+        finally:
+            config.loaded_experts = loaded
         if files is not None:
             files.write()
         with suppress(OSError):  # it is already there, or was removed
@@ -403,11 +405,11 @@ class MoTEModel(PreTrainedModel):
         Raises `ValueError` if it is the model's own repository, and others have changed the weights there.
         """
         own = repo_id == self.name_or_path
-        index = find_index(repo_id, **hub) if repo_id and (own or self.config.loaded_experts) else None
-        if own and index is not None and read_index(index.parent) not in self.indexes:
-            raise ValueError(f"The weights in {repo_id} have changed since they were loaded: load the model again")
-        self.replaced = index and index.parent
+        partial = self.config.loaded_experts is not None
+        self.replaced, index = find_index(repo_id, **hub) if repo_id and (own or partial) else (None, None)
         try:
+            if own and index is not None and index not in self.indexes:
+                raise ValueError(f"The weights in {repo_id} have changed since they were loaded: load the model again")
             yield
         finally:
             self.replaced = None

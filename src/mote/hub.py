@@ -1,18 +1,12 @@
 """The Hugging Face Hub: download, commits, push."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 from huggingface_hub.utils import validate_repo_id
-
-# Files with the weights of a model, also in older layouts.
-WEIGHTS = (
-    *("model.safetensors", "model-[0-9]*-of-[0-9]*.safetensors", "model.safetensors.index.json"),
-    *("model-base-*.safetensors", "model-expert-*.safetensors", "model-head-*.safetensors"),
-)
 
 
 @contextmanager
@@ -70,11 +64,13 @@ def check_before_push(repo_id: str) -> str:
     return repo_id if "/" in repo_id else f"{user['name']}/{repo_id}"
 
 
-def push(folder: Path, repo_id: str, files: list[str], private: bool = False, parent: str | None = None) -> str:
+def push(
+    folder: Path, repo_id: str, files: list[str], replaced: Sequence[str], private: bool, parent: str | None
+) -> str:
     """Create or update a model repository from a folder, and return the URL of the commit.
 
-    Only `files` are pushed, since a folder that was overwritten may hold others. After an error the folder stays.
-    With `parent`, it is an error if the repository's newest commit is another one by now.
+    Only `files` are pushed, since a folder that was overwritten may hold others; older ones that match `replaced` are
+    deleted. With `parent`, it is an error if the newest commit is another one by now. After an error the folder stays.
     """
     later = f"The model is complete in {folder}; push it later with `hf upload {repo_id} {folder}`"
     if parent is not None:
@@ -87,6 +83,6 @@ def push(folder: Path, repo_id: str, files: list[str], private: bool = False, pa
             commit_message="Upload a MoTE model",
             parent_commit=parent,
             allow_patterns=files,
-            delete_patterns=list(WEIGHTS),  # of the version before, and not what others have added
+            delete_patterns=list(replaced),
         )
     return str(commit.commit_url)

@@ -86,7 +86,7 @@ def test_the_list(with_legal: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["add", "{}", "nobody/nothing:x", "--name", "x"], "nobody/nothing is neither a folder nor available on the"),
         (["add", "{0}", "{0}:x", "--name", "x"], "Unknown expert with a file of its own in "),
-        (["add", "{0}", "{0}/model-base.safetensors", "--name", "x"], "No such file or directory"),
+        (["add", "{0}", "{0}/none.safetensors", "--name", "x"], "not the file of an expert: name one of a model as"),
         (["merge", "{}", "clustering=0", "--name", "x"], "'clustering' is 0.0: expected a number above 0"),
         (["remove", "{}", "search_query"], "`--task query=EXPERT`, or none (`--task query=`) to remove the task"),
     ],

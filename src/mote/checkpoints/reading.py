@@ -144,11 +144,11 @@ def _open(src: str, revision: str | None, experts: list[str] | None = None) -> C
     kind = settings.get("model_type")
     if kind in MOTE_CLASSES:
         config = mote_class(kind, "config").from_dict(settings)
-        if read_index(folder):
+        if index := read_index(folder):
             chosen = copy.deepcopy(config)
             if experts is not None and config.routes_by_task:
                 chosen.load_only(experts)
-            weights = [Path(file) for file in find_files(src, folder, chosen, revision=commit)]
+            weights = [Path(file) for file in find_files(src, folder, index, chosen, revision=commit)]
         else:
             weights = _weight_files(src, folder, commit)
         return MoTECheckpoint(src, folder, commit, config, weights, "mote")

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from mote.checkpoints.provenance import read_steps, recorded_files
 from mote.files import Staging, link
-from mote.hub import WEIGHTS
+from mote.remote.weights_mote import FILES, OLD_FILES
+
+WEIGHTS = (*FILES, *OLD_FILES, SAFE_WEIGHTS_INDEX_NAME)
 
 # Files that a replaced model loses beside those that its `mote.json` lists: weights, also those that others converted
 # them into, and settings that readers would combine with the new model's. All other files are kept.
-_WEIGHTS = (
-    *WEIGHTS,
-    *("pytorch_model.bin", "pytorch_model-[0-9]*-of-[0-9]*.bin", "pytorch_model.bin.index.json"),
-)
+_PICKLES = ("pytorch_model.bin", "pytorch_model-[0-9]*-of-[0-9]*.bin", "pytorch_model.bin.index.json")
 _OTHERS = (
     *("onnx/*.onnx*", "openvino/*.xml", "openvino/*.bin"),
     *("generation_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
@@ -89,8 +89,8 @@ class ModelStaging(Staging):
     def _belongs_to_model(self, name: str, recorded: set[str]) -> bool:
         """Whether a file goes with the replaced model."""
         if self.steps is not None:
-            return _matches(name, _WEIGHTS) or (name.endswith(".py") and name in recorded)
-        return name in recorded or _matches(name, (*_WEIGHTS, *_OTHERS))
+            return _matches(name, (*WEIGHTS, *_PICKLES)) or (name.endswith(".py") and name in recorded)
+        return name in recorded or _matches(name, (*WEIGHTS, *_PICKLES, *_OTHERS))
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

@@ -19,7 +19,7 @@ from mote.checkpoints.provenance import recorded_files, write_steps
 from mote.checkpoints.reading import Checkpoint, MoTECheckpoint, is_mote, open_checkpoint
 from mote.checkpoints.sentence_transformers import max_seq_length, write_sentence_transformer
 from mote.checkpoints.st_settings import Pipeline, Retrieval, retrieval_in
-from mote.checkpoints.staging import ModelStaging, refuse_occupied, refuse_source
+from mote.checkpoints.staging import WEIGHTS, ModelStaging, refuse_occupied, refuse_source
 from mote.files import link
 from mote.remote.configuration_mote import MoTEConfig
 from mote.remote.weights_mote import read_index
@@ -83,7 +83,8 @@ class Repository:
         if options.push:
             logger.info("Pushing to %s …", repo_id)
             parent = self.source.revision if repo_id == self.source.name else None
-            logger.info("Pushed: %s", hub.push(out, repo_id, recorded_files(out), options.private, parent))
+            url = hub.push(out, repo_id, recorded_files(out), WEIGHTS, options.private, parent)
+            logger.info("Pushed: %s", url)
         if isinstance(self.model, PreTrainedModel):
             place = repo_id if options.push else str(out)
             logger.info("%s", how_to_load(place, self.model.config, retrieval_in(out)))

@@ -92,9 +92,9 @@ def open_expert(src: str | Path, name: str | None = None, revision: str | None =
         if commit is not None:
             with hub.explained(f"The file of the expert {name!r} cannot be downloaded", FileNotFoundError):
                 hub.fetch(str(src), commit, [file.name])
-    header = read_header(file)
+    header = read_header(file) if file.is_file() else {}
     if "name" not in header:
-        raise ValueError(f"{src} is not the file of an expert")
+        raise ValueError(f"{file} is not the file of an expert: name one of a model as MODEL:EXPERT")
     return ExpertArtefact(str(src), file, commit, **{key: header[key] for key in header if key != "id"})
 
 

@@ -192,7 +192,7 @@ def _mote_config(path: str | os.PathLike, experts: Any = None, **hub: Any) -> "M
 
 
 def _expert_of(path: str | os.PathLike, task: str, revision: str | None) -> str | None:
-    """Return the expert that serves a task; None if the model is no MoTE with task experts, or has no such task."""
+    """Return the expert that serves a task; None if the model is not a MoTE with task experts, or lacks the task."""
     from transformers import PreTrainedConfig
 
     from mote.checkpoints.reading import MOTE_CLASSES, mote_class

@@ -71,8 +71,8 @@ def offload_others(
     """Offload a model that was loaded with its first `keep` experts; `loaded_experts` are those of its config then."""
     _require_offloadable(model)
     folder, model.config.loaded_experts = Path(model.weight_files[0]).parent, loaded_experts
-    if read_index(folder):
-        model.weight_files = tuple(find_files(str(model.name_or_path), folder, model.config, **hub))
+    if index := read_index(folder):
+        model.weight_files = tuple(find_files(str(model.name_or_path), folder, index, model.config, **hub))
     store = DiskStore(model.weight_files)
     _require_stored(_weights_of_experts(model), store)
     offloading = Offloading(model, store, keep)

@@ -13,7 +13,6 @@ hash of the base, and files of several models are never mixed in silence.
 """
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from hashlib import blake2b, sha256
@@ -32,8 +31,8 @@ from .configuration_mote import MoTEConfig
 
 HEADER = "mote"  # entry of a file's metadata, and of the index's
 HEAD = "head."  # prefix of the weights of a head
-_FILES = re.compile(r"model-(base|expert|head)-.*\.safetensors")
-_OLD_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")  # with the weights of all experts
+FILES = ("model-base-*.safetensors", "model-expert-*.safetensors", "model-head-*.safetensors")
+OLD_FILES = ("model.safetensors", "model-[0-9]*-of-[0-9]*.safetensors")  # with the weights of all experts
 
 # Settings of token routing that affect what a model computes.
 _ROUTING = ("num_experts", "num_experts_per_tok", "norm_topk_prob", "shared_expert_bias")
@@ -81,21 +80,22 @@ def read_header(file: str | Path) -> dict[str, Any]:
         raise ValueError(f"{file} cannot be read: is it truncated? {error}") from error
 
 
-def find_index(name: str | os.PathLike, **hub: Any) -> Path | None:
-    """Find the index of a folder or a repository on the Hub, whose other files are not downloaded."""
+def find_index(name: Any, **hub: Any) -> tuple[Path | None, Any]:
+    """Find the index of a folder or a repository on the Hub, the only file that is downloaded: its folder, and it."""
     try:
         found = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False, **hub)
     except OSError:  # out of reach, which loading the model reports
-        return None
-    return Path(found) if found and read_index(Path(found).parent) else None
+        found = None
+    index = read_index(Path(found).parent) if found else None
+    return (Path(found).parent, index) if found and index else (None, None)
 
 
-def find_files(name: str, folder: Path, config: MoTEConfig, head: bool = True, **hub: Any) -> list[str]:
+def find_files(name: str, folder: Path, index: Any, config: MoTEConfig, head: bool = True, **hub: Any) -> list[str]:
     """Find the files of the available experts, and of what they share, beside an index; download them from the Hub.
 
     Missing files are an `OSError`, other experts than the config's or files of another model a `ValueError`.
     """
-    index, experts = read_index(folder), config.available_experts if config.routes_by_task else []
+    experts = config.available_experts if config.routes_by_task else []
     if not {*experts} <= index["experts"].keys() <= ({*config.experts} if experts else set()):
         raise ValueError(
             f"The weights of {name!r} do not match their config: they are those of the experts {[*index['experts']]}, "
@@ -173,7 +173,7 @@ class WeightFiles:
         """Return the files of experts that the replaced model has, but this one does not; list their weights."""
         index = read_index(self.previous) if others else None
         if index is None:
-            lost = others if any(_OLD_FILES.fullmatch(path.name) for path in self.previous.iterdir()) else []
+            lost = others if any(any(self.previous.glob(pattern)) for pattern in OLD_FILES) else []
         else:
             found = {name: file for name, file in index["experts"].items() if name not in self.index["experts"]}
             if index["base"] == self.base and {*found} <= {*others}:
@@ -200,8 +200,8 @@ class WeightFiles:
         temporary.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         temporary.replace(path)
         listed = {*self.weight_map.values()}
-        for file in self.folder.glob("model*.safetensors"):
-            if (_FILES.fullmatch(file.name) or _OLD_FILES.fullmatch(file.name)) and file.name not in listed:
+        for file in [file for pattern in (*FILES, *OLD_FILES) for file in self.folder.glob(pattern)]:
+            if file.name not in listed:
                 file.unlink(missing_ok=True)
 
     def _write(self, path: Path, weights: dict[str, torch.Tensor]) -> None:
@@ -242,12 +242,12 @@ def digest_of(weight: torch.Tensor) -> str:
 def base_hash(config: MoTEConfig, digests: Mapping[str, str]) -> str:
     """Hash the base of a MoTE's experts: shared weights, and the settings that determine how they are used.
 
-    `digests` are the results of `digest_of` by key; those of experts and of a head do not count. The hash stays the
-    same when experts are trained, added, removed or renamed, or files are saved or sharded again.
+    `digests` are the results of `digest_of` for the shared weights, by key. The hash stays the same when experts are
+    trained, added, removed or renamed, or files are saved or sharded again.
     """
     used = [_settings_of(config.backbone_config), config.mote_layer_indices, config.pooling]
-    shared = sorted((key, digest) for key, digest in digests.items() if group_of(key, config) is None)
-    return blake2b(json.dumps([used, shared], sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+    contents = [used, sorted(digests.items())]
+    return blake2b(json.dumps(contents, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
 def _settings_of(backbone: Any) -> list[Any]:
