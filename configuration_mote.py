@@ -9,7 +9,7 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers.utils import logging
 from transformers.utils.versions import require_version
@@ -18,6 +18,9 @@ INSTALL = 'A MoTE needs: pip install -U "transformers>=5.17" "sentence-transform
 require_version("transformers>=5.17", INSTALL)
 
 from transformers import AutoConfig, PreTrainedConfig  # noqa: E402
+
+if TYPE_CHECKING:  # never run: transformers reads it, to tell apart copies of this file beside different code
+    from .modeling_mote import MoTEModel  # noqa: F401
 
 logger: Any = logging.get_logger(__name__)
 
@@ -53,6 +56,9 @@ MTEB_PROMPTS = {
 }
 
 EXPERT_NAME = re.compile(r"[\w-]+")
+
+# Settings of the backbone that readers of `config.json` expect of any text encoder.
+SIZES = ("hidden_size", "num_hidden_layers", "max_position_embeddings", "vocab_size")
 
 
 def alternatives(name: str, known: Iterable[str]) -> str:
@@ -96,9 +102,10 @@ class MoTEConfig(PreTrainedConfig):
             that of its expert's own task. Default: the paper's instructions, for the paper's experts.
         mote_layers: Blocks with experts: `"every"`, `"every_other"` (the 2nd, 4th, …), or a list of indices from 0.
         pooling: How `pooler_output` is computed: `"mean"`, `"cls"` (first token) or `"last_token"`.
-        default_task: Task of texts for which none is given. Default: none, so that such texts are an error.
-        route_by_text: Whether an instruction that a text begins with picks its expert. Set False for
-            untrusted texts: then only prompts, `task=` and the default task pick it.
+        default_task: Task of texts for which no other rule of `task_of` decides. `"auto"`: that of the expert
+            `general`, else of the one that serves documents, else of the first. `"none"` or None: an error.
+        route_by_text: Whether an instruction that a text begins with, also one of the paper's, picks its expert. Set
+            False for untrusted texts: then only prompts, `task=` and the default task pick it.
         loaded_experts: The experts whose weights are present; the others are known by name only. Default: all.
             Set by `from_pretrained(path, experts=[…])`.
         layer_path: Path of the backbone's list of layers, as in `"encoder.layer"`. Only needed for architectures that
@@ -122,13 +129,13 @@ class MoTEConfig(PreTrainedConfig):
     instructions: dict[str, str] = None  # type: ignore[assignment]
     mote_layers: str | list[int] = "every"
     pooling: str = "mean"
-    default_task: str | None = None
+    default_task: str | None = "auto"
     route_by_text: bool = True
     loaded_experts: list[str] | None = None
     layer_path: str | None = None
     shared_modules: list[str] | None = None
 
-    # What readers of a config expect of any text encoder.
+    default_is_chosen: ClassVar[bool] = False  # in an instance: the default task was given when loading
     hidden_size = of_backbone("hidden_size", "Width of the embeddings.")
     num_hidden_layers = of_backbone("num_hidden_layers", "Number of blocks, with and without experts.")
     max_position_embeddings = of_backbone("max_position_embeddings", "Longest sequence, in tokens.")
@@ -157,12 +164,24 @@ class MoTEConfig(PreTrainedConfig):
         """Build from a dict; `experts=[…]` among the keyword arguments selects the experts to load."""
         selected = kwargs.pop("experts", None)
         _refuse_misspelled(kwargs, cls)  # the base class would drop them
+        kwargs.pop("add_pooling_layer", None)  # as of a dense model; there is none here
         fields = ("tasks", "instructions", "transformers_weights")
         given = {name: kwargs.pop(name) for name in fields if kwargs.get(name) is not None}
-        result = super().from_dict({**config_dict, **given}, **kwargs)  # the base class would skip `__post_init__`
-        config = result[0] if isinstance(result, tuple) else result
+        stored = {name: value for name, value in config_dict.items() if name not in SIZES}
+        chosen = kwargs.get("default_task")
+        config, unused = super().from_dict({**stored, **given}, **{**kwargs, "return_unused_kwargs": True})
+        for name in unused.keys() & config.backbone_config.to_dict().keys():  # such as a dropout, as of a dense model
+            setattr(config.backbone_config, name, unused.pop(name))
+        if chosen is not None:
+            config.default_is_chosen = True
         config.validate() if selected is None else config.load_only(selected)
-        return result
+        return (config, unused) if kwargs.get("return_unused_kwargs") else config
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all settings as a dict, and sizes of the backbone, which other programs look for."""
+        settings = {**super().to_dict(), **{name: getattr(self.backbone_config, name, None) for name in SIZES}}
+        settings.pop("default_is_chosen", None)
+        return settings
 
     def load_only(self, experts: str | Iterable[str]) -> None:
         """Choose the experts whose weights to load, among those that are present."""
@@ -181,8 +200,14 @@ class MoTEConfig(PreTrainedConfig):
             require_known(expert, experts, f"expert of task {task!r}:")
             if task in experts and task != expert:
                 raise ValueError(f"Task {task!r} must go to the expert of its own name, not to {expert!r}")
+        if reserved := {"auto", "none"} & tasks.keys():
+            raise ValueError(f"{min(reserved)!r} cannot be the name of a task: it is a value of default_task")
+        if self.default_task == "auto":
+            self.default_task = "general" if "general" in experts else tasks.get("document", experts[0])
+        elif self.default_task == "none":
+            self.default_task = None
         if self.default_task is not None:
-            require_known(self.default_task, self.tasks, "default_task")
+            require_known(self.default_task, tasks, "default_task")
         require_known(self.pooling, self.pooling_modes, "pooling")
         if (self.layer_path is None) != (self.shared_modules is None):
             raise ValueError("layer_path and shared_modules describe one architecture: set both or neither")
@@ -250,12 +275,7 @@ class MoTEConfig(PreTrainedConfig):
         Raises:
             ValueError: If the task is unknown, its expert was not loaded, or there is neither a task nor a default.
         """
-        task = self.default_task if task is None else task
-        if task is None:
-            raise ValueError(
-                "No task, and the model has no default_task. Pass `task=`; or load with from_pretrained(…, "
-                "default_task=…), in a pipeline with model_kwargs={'default_task': …}." + alternatives("", self.tasks)
-            )
+        task = self._default("No task is given") if task is None else task
         require_known(task, self.tasks, "task")
         expert = self.tasks[task]
         if self.loaded_experts is not None and expert not in self.loaded_experts:
@@ -284,7 +304,7 @@ class MoTEConfig(PreTrainedConfig):
         2. The `prompt`, if it is a `TaskPrompt`, or its text an instruction of the config.
         3. The role hints `query` and `document`.
         4. The instruction that a text itself begins with, text by text; not if `route_by_text` is False.
-        5. The config's `default_task`.
+        5. The config's `default_task`, with a warning.
 
         Args:
             inputs: Texts, before the prompt is put in front of them; also `{"text": …}`, or pairs of texts, of which
@@ -311,30 +331,37 @@ class MoTEConfig(PreTrainedConfig):
         tasks = []
         for text in ((prompt or "") + _text_of(each) for each in inputs):
             routing = text if self.route_by_text else prompt or ""
-            found = next((name for start, name in instructions.items() if routing.startswith(start)), self.default_task)
-            if found is None:
-                raise ValueError(self._no_task(text))
-            tasks.append(found)
+            found = next((name for start, name in instructions.items() if routing.startswith(start)), None)
+            tasks.append(found or self._default(self._reason(text, prompt)))
         return tasks[0] if len(set(tasks)) == 1 else tasks
 
     def _tasks_of_instructions(self) -> dict[str, str]:
-        """Return instruction → task, the longest instructions first."""
-        found = {self.instruction_of(task): task for task in reversed(self.tasks)}  # for equal texts, the first task
+        """Return instruction → task, the longest instructions first; the paper's are known to many libraries."""
+        found = {text: task for task, text in PAPER_INSTRUCTIONS.items() if task in self.tasks}
+        found |= {self.instruction_of(task): task for task in reversed(self.tasks)}  # for equal texts, the first task
         return {text: found[text] for text in sorted(filter(None, found), key=len, reverse=True)}
 
-    def _no_task(self, text: str) -> str:
-        """Return the error message for a text without a task, which says what to do."""
-        task, reason = self.available_experts[0], "it begins with no known instruction"
+    def _reason(self, text: str, prompt: str | None) -> str:
+        """Say why a text, with its prompt in front, has no task."""
+        reason = f"The prompt {prompt[:60]!r} is not of a task" if prompt else "No task is given"
         nearly = [each for each in self._tasks_of_instructions() if _letters(text).startswith(_letters(each))]
-        hint = f" Did you mean {nearly[0]!r}?" if nearly else ""
-        if not self.route_by_text:
-            hint, reason = "", "its own instruction does not count (route_by_text=False)"
-        return (
-            f"No task for the text {text[:60]!r}: {reason}, and the model has no default_task.{hint}"
-            f"{alternatives('', self.tasks)}\nPass `task=` or `prompt_name=`, in training `prompts=`. Else load "
-            f'with default_prompt_name="{task}" or config_kwargs={{"default_task": "{task}"}}, '
-            f"or write it into a folder: `mote set DIR --default-task {task}`."
-        )
+        return f"{reason} (did you mean {nearly[0]!r}?)" if nearly and self.route_by_text else reason
+
+    def _default(self, reason: str) -> str:
+        """Return the default task; with a warning, once for a model and a reason, unless it was chosen on loading."""
+        if self.default_task is None:
+            raise ValueError(
+                f"{reason}, and the model has no default_task.{alternatives('', self.tasks)} For search, call "
+                "encode_query and encode_document; else pass `prompt_name=` or `task=` (in training `prompts=`), or "
+                "load with config_kwargs={'default_task': TASK}, with transformers default_task=TASK"
+            )
+        if not self.default_is_chosen:
+            logger.warning_once(
+                f"{self.name_or_path or 'MoTE'}: {reason}, so texts go to {self.default_task!r}, the default task. To "
+                "choose, call encode_query or encode_document, pass `prompt_name=` or `task=`, or load with "
+                "default_prompt_name=… or config_kwargs={'default_task': …}."
+            )
+        return self.default_task
 
     def warn_of_instructions(self, inputs: Sequence[Any], prompt: str | None) -> None:
         """Warn, once, about a prompt in front of a text that itself begins with an instruction."""

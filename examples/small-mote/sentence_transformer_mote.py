@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import logging
 from transformers.utils.versions import require_version
 
 from .configuration_mote import INSTALL, ROLE_HINTS
@@ -16,6 +17,8 @@ require_version("sentence-transformers>=6.0", INSTALL)
 
 from sentence_transformers import SentenceTransformerModelCardData  # noqa: E402
 from sentence_transformers.base.modules import Transformer  # noqa: E402  # missing in older versions
+
+logger: Any = logging.get_logger(__name__)
 
 
 class MoTECardData(SentenceTransformerModelCardData):
@@ -38,11 +41,12 @@ class MoTECardData(SentenceTransformerModelCardData):
     def compute_dataset_metrics(self, *args: Any, **kwargs: Any) -> Any:
         """Count tokens; columns without a task (documents, for example) are counted as for the first expert."""
         config: Any = self.model[0].config  # type: ignore[index]
-        default, config.default_task = config.default_task, config.default_task or config.available_experts[0]
+        before = config.default_task, config.default_is_chosen
+        config.default_task, config.default_is_chosen = config.default_task or config.available_experts[0], True
         try:
             return super().compute_dataset_metrics(*args, **kwargs)
         finally:
-            config.default_task = default
+            config.default_task, config.default_is_chosen = before
 
 
 class TaskPrompt(str):
@@ -89,8 +93,8 @@ class MoTETransformer(Transformer):
             return {}
         if prompt is not None and not isinstance(prompt, str):
             raise ValueError(
-                f"The prompt must be one text for all inputs, got a {type(prompt).__name__}: set "
-                "instruction_pooling=excluded, which takes a list, or call it once per prompt"
+                f"prompt must be a string, for all texts, got {type(prompt).__name__}: `encode` sorts the texts. Call "
+                "it once per prompt, or let each text begin with its instruction"
             )
         prompt = self.prompt_for(task, prompt)
         route = self.route_of(inputs, task, prompt)
@@ -136,9 +140,14 @@ class MoTETransformer(Transformer):
         return features
 
     def on_model_ready(self, model: Any) -> None:
-        """Attach their tasks to the prompts, and make the card that is saved with the model that of a MoTE."""
+        """Attach their tasks to the prompts, and make the card that is saved with the model that of a MoTE.
+
+        An empty prompt does not replace an instruction: libraries pass one where their user gave none.
+        """
         for name, text in model.prompts.items():
             if task := self.config.task_of_prompt(name, text):
+                if not text and (text := self.config.instruction_of(task)):
+                    logger.warning("The prompt %r is empty: used is %r, the instruction of %r", name, text, task)
                 model.prompts[name] = TaskPrompt(text)
                 model.prompts[name].task = task
                 model.prompts[name].name = name

@@ -2,7 +2,6 @@
 
 import logging
 import shutil
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -152,10 +151,8 @@ def _default_prompt(source: Checkpoint, name: str | None, config: MoTEConfig, pr
         if len(changed) == 1 and MTEB_PROMPTS.get(name, name) == changed[0][0]:
             return changed[0][1]
     if name in prompts:
-        if config.task_of_prompt(name, prompts[name]):  # also an empty one
-            return name
-        with suppress(ValueError):  # which says that there is no task, and no default either
-            config.task_of([""], prompt=prompts[name])
+        known = {config.instruction_of(task) for task in config.tasks} - {""}
+        if config.default_task or config.task_of_prompt(name, prompts[name]) or prompts[name].startswith((*known,)):
             return name
     logger.warning(
         "The default prompt %r of %s does not belong to any task of the result, and is no longer the default: pass "
@@ -189,7 +186,7 @@ def write_sentence_transformer(
     prompts = source_prompts(source)
     if config is not None:
         # mteb would use NV-Embed's prompts for datasets, which pick no expert.
-        without = source.format == "nv_embed" and config.default_task is None
+        without = source.format == "nv_embed" and len(config.experts) > 1
         prompts = prompts_of(config, None if without else _kept_prompts(source, config))
         default = _default_prompt(source, default, config, prompts) if expert is None else None
     if expert is not None:

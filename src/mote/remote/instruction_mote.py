@@ -7,7 +7,6 @@ the first that holds a character of the text. Instructions are left out as in NV
 This file is only copied into saved models that leave instructions out; `modules.json` names its classes.
 """
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -59,27 +58,21 @@ class InstructedTransformer(Transformer):
     def preprocess(
         self,
         inputs: Any,
-        prompt: str | Sequence[str] | None = None,
+        prompt: str | None = None,
         processing_kwargs: Any = None,
         task: str | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Tokenize: the features of the base class, and `pooling_mask` [B, L], 1 for tokens that are pooled.
 
-        The prompt may be a list with one for each text. A row without a token to pool, for example because its
-        instruction fills the maximum length, is a `ValueError`.
+        A row without a token to pool, for example because its instruction fills the maximum length, is a `ValueError`.
         """
         if not inputs:
             return {}
-        if prompt is None or isinstance(prompt, str):
-            starts, whole = [prompt or ""] * len(inputs), inputs
-        else:
-            starts, whole = list(prompt), [start + text for start, text in zip(prompt, inputs, strict=True)]
-            prompt = None
-        features: Any = super().preprocess(whole, prompt, processing_kwargs, task=task, **kwargs)
+        features: Any = super().preprocess(inputs, prompt, processing_kwargs, task=task, **kwargs)
         encodings = features.encodings
-        texts = [(prompt or "") + _text_of(each) for each in whole]
-        instructions = [start or self._instruction_in(text) for start, text in zip(starts, texts, strict=True)]
+        texts = [(prompt or "") + _text_of(each) for each in inputs]
+        instructions = [prompt or self._instruction_in(text) for text in texts]
         rows = zip(encodings, instructions, strict=True)
         first = torch.tensor([self._first_pooled(*row) if row[1] else 0 for row in rows])  # [B]
         mask = features["attention_mask"]
@@ -107,9 +100,9 @@ class InstructedTransformer(Transformer):
     def _first_pooled(self, encoding: Any, instruction: str) -> int:
         """Return the position of the first pooled token of a row; past its end if there is none."""
         if self.instruction_pooling == "excluded_by_count":
-            tokenizer: Any = self.tokenizer
-            count = len(tokenizer(instruction, add_special_tokens=False)["input_ids"])
-            return encoding.attention_mask.index(1) + count
+            tokenizer: Any = self.tokenizer  # its own call would change settings that other threads are using
+            alone = tokenizer.backend_tokenizer.encode(instruction, add_special_tokens=False)
+            return encoding.attention_mask.index(1) + sum(alone.attention_mask)
         last = -1
         for index, (sequence, (_, end)) in enumerate(zip(encoding.sequence_ids, encoding.offsets, strict=True)):
             if sequence is not None:

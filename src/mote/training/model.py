@@ -27,13 +27,13 @@ from mote.checkpoints.staging import ModelStaging
 from mote.checkpoints.tensors import experts_are_copies, token_routing
 from mote.checkpoints.tokens import apply_end_token, with_padding_token
 from mote.inference.loading import require_all_weights
-from mote.remote.configuration_mote import MoTEConfig, require_known
+from mote.remote.configuration_mote import PAPER_INSTRUCTIONS, MoTEConfig, require_known
 from mote.reporting import quieted
 from mote.training.adapters import adapt, network_of, share_weights
 from mote.training.processes import processes
 from mote.training.recipe import ModelSettings, Recipe, RetrievalSettings, RunSettings
 from mote.training.run_folder import START_FOLDER
-from mote.upcycling.configs import instructions_from, instructions_of, with_unseen_tasks
+from mote.upcycling.configs import instructions_of, source_instructions, with_unseen_tasks
 from mote.upcycling.options import POOLING_SIZES, TOKEN_ROUTING, MoTESettings, UpcyclingOptions
 from mote.upcycling.plan import plan_upcycling
 from mote.upcycling.upcycle import upcycle
@@ -55,8 +55,7 @@ def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
             make_bidirectional(source.config, source.name)  # or an error
         # The tasks and instructions of a MoTE upcycled from it.
         names = tasks_of(settings)
-        of_source = instructions_from(st.source_prompts(source), names)
-        names.instructions = instructions_of(upcycling_options(settings), names, of_source)
+        names.instructions = instructions_of(settings, names, source_instructions(settings, names, source))
         names.validate()
     else:
         names = plan_upcycling(source, options=upcycling_options(settings, recipe.retrieval)).config
@@ -144,6 +143,14 @@ def set_router_loss(config: MoTEConfig, settings: ModelSettings) -> None:
         routing.router_aux_loss_coef = settings.router_aux_loss_coef
 
 
+def set_instructions(config: MoTEConfig, settings: ModelSettings) -> bool:
+    """Give a MoTE that was made without instructions the paper's, if the recipe wants them; return whether it did."""
+    wanted = settings.paper_instructions and not config.instructions and not settings.definitions
+    if wanted:
+        config.instructions = {task: text for task, text in PAPER_INSTRUCTIONS.items() if task in config.experts}
+    return wanted
+
+
 def matching_config(settings: ModelSettings, source: Checkpoint) -> MoTEConfig:
     """Return the config of a source that already is a MoTE, with the recipe's weight of the load-balancing loss.
 
@@ -151,6 +158,7 @@ def matching_config(settings: ModelSettings, source: Checkpoint) -> MoTEConfig:
     """
     config: Any = source.config
     set_router_loss(config, settings)
+    set_instructions(config, settings)
     layout = MoTEConfig(backbone_config=config.backbone_config, mote_layers=settings.layers or config.mote_layers)
     defined = {task: instruction_with(text, settings.template) for task, text in settings.definitions.items()}
     own = {
@@ -223,6 +231,9 @@ def build_model(
             share_weights(network_of(model))
         names = network_of(model).config
         set_router_loss(names, settings)
+        if set_instructions(names, settings):
+            model.prompts |= st.prompts_of(names)
+            model[0].on_model_ready(model)
     with_padding_token(model.tokenizer)
     apply_end_token(model.tokenizer, source, settings.end_token)
     if settings.max_length is not None:

@@ -1,14 +1,32 @@
 """Config, instructions and vectors of the result of upcycling: from the options, else from the source."""
 
+import re
 from typing import Any, cast
 
 from mote.checkpoints import nv_embed
 from mote.checkpoints.definitions import instruction_with
 from mote.checkpoints.reading import ATTENTION_POOLING, TOKEN_ROUTED, Checkpoint, mote_class
-from mote.checkpoints.st_settings import Retrieval, retrieval_in, wanted_retrieval
+from mote.checkpoints.sentence_transformers import source_prompts
+from mote.checkpoints.st_settings import Pipeline, Retrieval, retrieval_in, wanted_retrieval
 from mote.remote.architectures_mote import ARCHITECTURES
 from mote.remote.configuration_mote import MTEB_PROMPTS, PAPER_INSTRUCTIONS, ROLE_HINTS, UNSEEN_TASKS, MoTEConfig
-from mote.upcycling.options import POOLING_BY_ATTENTION, POOLING_SIZES, TOKEN_ROUTING, UpcyclingOptions
+from mote.upcycling.options import (
+    POOLING_BY_ATTENTION,
+    POOLING_SIZES,
+    TOKEN_ROUTING,
+    MoTESettings,
+    UpcyclingOptions,
+)
+
+# Role → names of its prompt, the first that is there counts.
+_ROLES = {"query": ("query", "search_query"), "document": ("document", "passage", "corpus", "search_document")}
+
+# Prompts that the cards of models prescribe, but their files do not hold: pattern of the name → prompts.
+_PRESCRIBED: dict[str, dict[str, str]] = {
+    r"nomic-embed-text-v1(\.5)?": PAPER_INSTRUCTIONS,  # huggingface.co/nomic-ai/nomic-embed-text-v1.5
+    # huggingface.co/intfloat/e5-base-v2; "query: " is also for tasks that are not search
+    r"(multilingual-)?e5-(small|base|large)(-v2)?": {"query": "query: ", "document": "passage: "},
+}
 
 # Kind of source → settings that its files determine, and why.
 _FIXED = {
@@ -62,7 +80,7 @@ def as_published(options: UpcyclingOptions, source: Checkpoint) -> UpcyclingOpti
     changes: dict[str, Any] = {**source.pooling}
     if options.experts is None:
         tasks = {one: one, "query": one, "document": one, **tasks}
-        changes |= {"experts": [one], "default_task": options.default_task or one}
+        changes["experts"] = [one]
     if options.instructions:
         without = {task: "" for task in (one, "document") if task in tasks and task not in options.definitions}
         changes["instructions"] = {**without, **options.instruction_texts}
@@ -97,10 +115,9 @@ def config_of(options: UpcyclingOptions, source: Checkpoint, pooling: str) -> Mo
         model_type = "mote_hierarchical"
     else:
         model_type = "mote"
-    inherits = kind == TOKEN_ROUTED and experts is None
-    if inherits:
+    if kind == TOKEN_ROUTED and experts is None:
         experts, tasks = backbone.experts, {**backbone.tasks, **tasks}
-    config = mote_class(model_type, "config")(
+    return mote_class(model_type, "config")(
         backbone_config=backbone,
         pooling=pooling,
         experts=experts,
@@ -111,9 +128,6 @@ def config_of(options: UpcyclingOptions, source: Checkpoint, pooling: str) -> Mo
         shared_modules=options.shared_modules,
         **{name: value for name, value in more.items() if value is not None},
     )
-    if inherits:
-        config.instructions = {**backbone.instructions}  # validated with those of the prompts
-    return config
 
 
 def with_unseen_tasks(tasks: dict[str, str]) -> dict[str, str]:
@@ -121,21 +135,34 @@ def with_unseen_tasks(tasks: dict[str, str]) -> dict[str, str]:
     return {**{task: tasks[like] for task, like in UNSEEN_TASKS.items() if like in tasks}, **tasks}
 
 
-def instructions_of(options: UpcyclingOptions, config: MoTEConfig, of_source: dict[str, str]) -> dict[str, str]:
-    """Return the instructions of a result: for each task from the options, else from the source, else from the config.
+def instructions_of(options: MoTESettings, config: MoTEConfig, of_source: dict[str, str]) -> dict[str, str]:
+    """Return the instructions of a result: for each task from the options, else from the source.
 
-    The paper's are not used together with definitions. `query` follows `search_query`, and so on.
+    `query` follows `search_query`, and so on. A model that was trained without instructions gets none: they would
+    change its embeddings for the worse.
     """
     given = options.instruction_texts if options.instructions else dict.fromkeys(config.tasks, "")
     made = {task: instruction_with(definition, options.template) for task, definition in options.definitions.items()}
-    papers = PAPER_INSTRUCTIONS if made else {}
-    own = {task: text for task, text in config.instructions.items() if text != papers.get(task)}
-    texts = {**own, **of_source, **given, **made}
+    texts = {**of_source, **given, **made}
     for task, like in UNSEEN_TASKS.items():
         together = like not in config.experts and task in config.tasks and config.tasks[task] == config.tasks.get(like)
         if together and like in texts:
             texts.setdefault(task, texts[like])
     return texts
+
+
+def source_instructions(options: MoTESettings, config: MoTEConfig, source: Checkpoint) -> dict[str, str]:
+    """Return the instructions that a source was trained with; if it has none, those that the result starts with."""
+    of_mote = source.config.instructions if isinstance(source.config, MoTEConfig) else {}
+    own = {task: text for task, text in of_mote.items() if task in config.tasks}
+    if prompts := source_prompts(source):
+        return {**own, **instructions_from(prompts, config)}
+    for name, prompts in _PRESCRIBED.items():
+        if re.fullmatch(name, source.public_name.rpartition("/")[2]):
+            return instructions_from(prompts, config)
+    is_embedder = bool(Pipeline.read(source.folder).modules)
+    papers = not options.definitions and (options.paper_instructions or not is_embedder)
+    return {task: PAPER_INSTRUCTIONS[task] for task in config.experts if papers and task in PAPER_INSTRUCTIONS} | own
 
 
 def instructions_from(prompts: dict[str, str], config: MoTEConfig) -> dict[str, str]:
@@ -145,10 +172,15 @@ def instructions_from(prompts: dict[str, str], config: MoTEConfig) -> dict[str, 
     2. The prompt of a task also becomes that of its expert, unless the expert has its own. A prompt with text takes
        precedence over an empty one.
     3. The prompt of an unseen task, such as `sts`, is for this task only: its expert is trained for something else.
+    4. Queries and documents get what Sentence-Transformers puts in front of them, possibly nothing.
     """
+    roles = {role: next((prompts[name] for name in names if name in prompts), "") for role, names in _ROLES.items()}
+    if any(roles.values()):  # Sentence-Transformers adds empty ones to every model
+        prompts = {**prompts, **roles}
     under_mteb_names = {MTEB_PROMPTS[name]: prompts[name] for name in MTEB_PROMPTS if name in prompts}
     texts = {task: text for task, text in {**under_mteb_names, **prompts}.items() if task in config.tasks}
     of_unseen = UNSEEN_TASKS.keys() - {*ROLE_HINTS}
     served = [(config.tasks[task], text) for task, text in texts.items() if task not in of_unseen]
     of_experts = dict(sorted(served, key=lambda of_task: bool(of_task[1])))
-    return {**of_experts, **{task: text for task, text in texts.items() if text or task not in ROLE_HINTS}}
+    kept = {task: text for task, text in texts.items() if task not in ROLE_HINTS or any(roles.values())}
+    return {**of_experts, **kept}

@@ -28,8 +28,10 @@ class MoTESettings(Settings):
         experts: Expert names. Default: the paper's four; for a token-routed source, its own names and tasks.
         layers: Blocks with experts: `every` (the default), `every_other` (the 2nd, 4th, …), or indices from 0.
         tasks: Additional task → the expert that serves it.
-        instructions: Task → instruction in front of its texts, overriding the source's prompts, which override the
-            paper's; or `false` for no instructions.
+        instructions: Task → instruction in front of its texts, overriding the source's prompts; or `false` for no
+            instructions.
+        paper_instructions: Whether tasks get the paper's instructions if the source has no prompts. A source that is
+            not an embedding model yet gets them anyway.
         definitions: Task → definition, which the template turns into an instruction. The paper's instructions are then
             not used.
         template: Template that turns a definition into an instruction. Default: `Instruct: {definition}`, and `Query: `
@@ -58,6 +60,7 @@ class MoTESettings(Settings):
     layers: Literal["every", "every_other"] | list[int] | None = None
     tasks: dict[str, str] = {}
     instructions: bool | dict[str, str] = True
+    paper_instructions: bool = False
     definitions: dict[str, str] = {}
     template: str | None = None
     instruction_pooling: Literal["included", "excluded", "excluded_by_count"] | None = None
@@ -97,7 +100,8 @@ class UpcyclingOptions(WriteOptions, MoTESettings):
     """Settings of upcycling, and how its result is written.
 
     Attributes:
-        default_task: Task of texts without one. Default: none, so that such texts are an error.
+        default_task: Task of texts without one; `auto`: that of the expert `general`, else of the one that serves
+            documents, else of the first; `none`: such texts are an error.
         layer_path: Path of the list of layers, for an architecture that is not in MoTE's table.
         routing: What picks the expert: the `task` of a text, or a learned router for each `token`.
         with_head: Keep the source's head for masked language modelling: the result is a `MoTEForMaskedLM`.
@@ -112,7 +116,7 @@ class UpcyclingOptions(WriteOptions, MoTESettings):
         revision: Branch, tag or commit of a source on the Hub.
     """
 
-    default_task: str | None = None
+    default_task: str = "auto"
     layer_path: str | None = None
     routing: Literal["task", "token"] = "task"
     with_head: bool = False

@@ -16,10 +16,10 @@ from mote.reporting import megabytes, millions
 from mote.upcycling.configs import (
     as_published,
     config_of,
-    instructions_from,
     instructions_of,
     refuse_unused,
     retrieval_of,
+    source_instructions,
 )
 from mote.upcycling.options import UpcyclingOptions
 
@@ -110,14 +110,14 @@ def plan_upcycling(
     if options.instruction_pooling is not None:
         require_poolable(options.instruction_pooling, retrieval.kind)
     with_head = options.with_head or retrieval.needs_head
-    prompts = st.source_prompts(source)
     config = config_of(options, source, str(options.pooling or st.source_pooling(source)))
-    config.instructions = instructions_of(options, config, instructions_from(prompts, config))
+    config.instructions = instructions_of(options, config, source_instructions(options, config, source))
     config.validate()
     config.dtype = stored_dtype(source) if options.dtype == "auto" else getattr(torch, options.dtype)
     with torch.device("meta"):
         kind: Any = "masked_lm" if with_head else "model"
         model = mote_class(config.model_type, kind)(config).to(dtype=config.dtype)
+    prompts, known = st.source_prompts(source), st.prompts_of(config)
     weights = [weight for name, weight in model.state_dict().items() if name not in model.all_tied_weights_keys]
     return UpcyclingPlan(
         source=source,
@@ -128,5 +128,5 @@ def plan_upcycling(
         size=sum(weight.nbytes for weight in weights),
         retrieval=retrieval,
         with_head=with_head,
-        unrouted=sorted(prompts.keys() - st.prompts_of(config).keys()),
+        unrouted=sorted(name for name in prompts if not {name, prompts[name]} & {*known.keys(), *known.values()}),
     )
