@@ -275,7 +275,7 @@ class MoTEConfig(PreTrainedConfig):
         Raises:
             ValueError: If the task is unknown, its expert was not loaded, or there is neither a task nor a default.
         """
-        task = self._default("No task is given") if task is None else task
+        task = self._default() if task is None else task
         require_known(task, self.tasks, "task")
         expert = self.tasks[task]
         if self.loaded_experts is not None and expert not in self.loaded_experts:
@@ -332,7 +332,7 @@ class MoTEConfig(PreTrainedConfig):
         for text in ((prompt or "") + _text_of(each) for each in inputs):
             routing = text if self.route_by_text else prompt or ""
             found = next((name for start, name in instructions.items() if routing.startswith(start)), None)
-            tasks.append(found or self._default(self._reason(text, prompt)))
+            tasks.append(found or self._default(text, prompt))
         return tasks[0] if len(set(tasks)) == 1 else tasks
 
     def _tasks_of_instructions(self) -> dict[str, str]:
@@ -341,23 +341,26 @@ class MoTEConfig(PreTrainedConfig):
         found |= {self.instruction_of(task): task for task in reversed(self.tasks)}  # for equal texts, the first task
         return {text: found[text] for text in sorted(filter(None, found), key=len, reverse=True)}
 
-    def _reason(self, text: str, prompt: str | None) -> str:
-        """Say why a text, with its prompt in front, has no task."""
-        reason = f"The prompt {prompt[:60]!r} is not of a task" if prompt else "No task is given"
-        nearly = [each for each in self._tasks_of_instructions() if _letters(text).startswith(_letters(each))]
-        return f"{reason} (did you mean {nearly[0]!r}?)" if nearly and self.route_by_text else reason
+    def _default(self, text: str = "", prompt: str | None = None) -> str:
+        """Return the task of a text for which no rule decides, with its prompt in front.
 
-    def _default(self, reason: str) -> str:
-        """Return the default task; with a warning, once for a model and a reason, unless it was chosen on loading."""
+        A warning says so, once for a model and a cause, unless the default task was chosen when loading.
+        """
+        cause = f"the prompt {prompt[:60]!r} is of no task" if prompt else "no task and no prompt are given"
+        nearly = [each for each in self._tasks_of_instructions() if _letters(text).startswith(_letters(each))]
+        if not self.route_by_text:
+            cause += ", and what a text begins with does not count (route_by_text=False)"
+        elif nearly:
+            cause += f" (did you mean {nearly[0]!r}?)"
         if self.default_task is None:
             raise ValueError(
-                f"{reason}, and the model has no default_task.{alternatives('', self.tasks)} For search, call "
-                "encode_query and encode_document; else pass `prompt_name=` or `task=` (in training `prompts=`), or "
-                "load with config_kwargs={'default_task': TASK}, with transformers default_task=TASK"
+                f"No task for the text {text[:60]!r}: {cause}, and the model has no default_task."
+                f"{alternatives('', self.tasks)} For search, call encode_query and encode_document; else pass "
+                "`prompt_name=` or `task=` (in training `prompts=`), or load with config_kwargs={'default_task': TASK}"
             )
         if not self.default_is_chosen:
             logger.warning_once(
-                f"{self.name_or_path or 'MoTE'}: {reason}, so texts go to {self.default_task!r}, the default task. To "
+                f"{self.name_or_path or 'MoTE'}: {cause}, so texts go to {self.default_task!r}, the default task. To "
                 "choose, call encode_query or encode_document, pass `prompt_name=` or `task=`, or load with "
                 "default_prompt_name=… or config_kwargs={'default_task': …}."
             )

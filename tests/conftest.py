@@ -98,8 +98,8 @@ def trained_hierarchical(hierarchical: Path, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="session")
 def fresh_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The repository's small encoder, upcycled."""
-    return upcycle(str(SMALL_ENCODER), tmp_path_factory.mktemp("fresh") / "small-mote")
+    """The repository's small encoder, upcycled with the instructions of the paper."""
+    return upcycle(str(SMALL_ENCODER), tmp_path_factory.mktemp("fresh") / "small-mote", paper_instructions=True)
 
 
 @pytest.fixture(scope="session")

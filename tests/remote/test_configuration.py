@@ -1,10 +1,12 @@
 """What a config takes, what it refuses, and how it decides which task a text is for."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from transformers import BertConfig
 
 from mote.remote.configuration_mote import MoTEConfig
@@ -36,7 +38,7 @@ def test_the_defaults_are_the_paper_s() -> None:
     }
     assert default.backbone_config.model_type == "nomic_bert"
     assert default.mote_layer_indices == list(range(default.num_hidden_layers))
-    assert (default.pooling, default.default_task, default.loaded_experts) == ("mean", None, None)
+    assert (default.pooling, default.default_task, default.loaded_experts) == ("mean", "search_document", None)
     assert default.route_by_text is True
 
 
@@ -48,8 +50,8 @@ def test_tasks_that_the_paper_does_not_train_on_come_with_their_expert() -> None
 
 
 def test_a_task_has_its_own_instruction_or_that_of_its_expert() -> None:
-    mote = two(tasks={"own": "a", "none": "a"}, instructions={"a": "A: ", "own": "Own: "})
-    assert [mote.instruction_of(task) for task in ("a", "own", "none", "b")] == ["A: ", "Own: ", "A: ", ""]
+    mote = two(tasks={"own": "a", "other": "a"}, instructions={"a": "A: ", "own": "Own: "})
+    assert [mote.instruction_of(task) for task in ("a", "own", "other", "b")] == ["A: ", "Own: ", "A: ", ""]
     assert two(tasks={"silent": "a"}, instructions={"a": "A: ", "silent": ""}).instruction_of("silent") == ""
 
 
@@ -91,6 +93,7 @@ def test_layers_that_have_experts() -> None:
         ({"route_by_text": "false"}, "route_by_text must be True or False, got 'false'"),
         ({"default_tasks": "sts"}, "Unknown setting 'default_tasks'. Did you mean 'default_task'"),
         ({"pooling": "max"}, "Unknown pooling 'max'.*'mean', 'cls', 'last_token'"),
+        *[({"tasks": {name: "clustering"}}, f"{name!r} cannot be the name of a task") for name in ("auto", "none")],
         ({"default_task": "clusterin"}, "Unknown default_task 'clusterin'. Did you mean 'clustering'"),
         ({"layer_path": "encoder.layer"}, "set both or neither"),
         ({"shared_modules": ["attention"]}, "set both or neither"),
@@ -182,7 +185,7 @@ def test_the_expert_of_a_task() -> None:
     assert loaded.expert_of("clustering") == config(default_task="clustering").expert_of(None) == "clustering"
     wrong: list[tuple[Any, str]] = [
         *[(task, "Unknown task .*Available: 'classification'") for task in ("clusterin", "", 3, ["clustering"])],
-        (None, r"no default_task\. Pass `task=`.* Available: 'classification'"),
+        (None, "'search_document' needs the expert 'search_document', which was not loaded"),
         ("sts", r"'sts' needs the expert 'classification', .* experts=\['clustering'\]"),
     ]
     for task, message in wrong:
@@ -200,6 +203,7 @@ RULES: dict[str, Any] = {
         "topics": "cluster: by topic: ",
     },
 }
+STRICT = {**RULES, "default_task": None}
 WITH_DEFAULT = {**RULES, "default_task": "sts"}
 CLOSED = {**WITH_DEFAULT, "route_by_text": False}
 ROLES = {"experts": ["a", "b"], "instructions": {"a": "A: "}}
@@ -274,23 +278,21 @@ def test_defaults_and_other_inputs(
         assert one.task_of(inputs, task, prompt) == decided
 
 
-AVAILABLE = r"(?s)No task for the text '.*y': it begins with no known instruction.*'classification', .*, 'topics'"
+AVAILABLE = r"No task for the text '.*y': .*no default_task.*'classification', .*, 'topics'.*encode_query"
 
 
 @pytest.mark.parametrize(
     ("settings", "inputs", "task", "prompt", "message"),
     [
-        # There is no silent default.
-        (RULES, ["cluster: x", "y"], None, None, AVAILABLE),
-        (RULES, ["cluster: x", "y"], None, "", AVAILABLE),
-        (RULES, ["y"], None, "Find: ", AVAILABLE),
-        (RULES, ["x" * 100_000], None, None, "No task"),
-        (ROLES, ["x"], "query", None, "No task for the text 'x'"),
-        *[(RULES, [text], None, None, "Did you mean 'cluster: '") for text in ("cluster:x", "  Cluster : x")],
-        (RULES, ["x"], None, "CLUSTER: BY TOPIC:", "Did you mean 'cluster: by topic: '"),
-        ({**RULES, "route_by_text": False}, ["cluster: x"], None, None, r"own instruction does not count \(route_by_t"),
-        ({"experts": ["a", "b"], "instructions": {"a": "", "b": ""}}, ["x"], None, "", "No task"),
-        ({"loaded_experts": ["search_query"]}, ["x"], None, None, "`mote set DIR --default-task search_query`"),
+        # The strict mode.
+        (STRICT, ["cluster: x", "y"], None, None, AVAILABLE),
+        (STRICT, ["cluster: x", "y"], None, "", AVAILABLE),
+        (STRICT, ["y"], None, "Find: ", AVAILABLE),
+        (STRICT, ["x" * 100_000], None, None, "No task"),
+        ({**ROLES, "default_task": "none"}, ["x"], "query", None, "No task for the text 'x'"),
+        *[(STRICT, [text], None, None, "did you mean 'cluster: '") for text in ("cluster:x", "  Cluster : x")],
+        (STRICT, ["x"], None, "CLUSTER: BY TOPIC:", "did you mean 'cluster: by topic: '"),
+        ({**STRICT, "route_by_text": False}, ["cluster: x"], None, None, r"does not count \(route_by_text=False"),
         # An input without a text has no default task.
         *[
             (WITH_DEFAULT, ["x", value], None, prompt, r"No task for the input .*it has no text\. Pass `task=`")
@@ -307,3 +309,67 @@ def test_no_decision(settings: dict[str, Any], inputs: list[Any], task: Any, pro
     with pytest.raises(ValueError, match=message) as error:
         config(**settings).task_of(inputs, task, prompt)
     assert len(str(error.value)) < 800
+
+
+@pytest.mark.parametrize(
+    ("settings", "chosen"),
+    [
+        ({"experts": ["a", "general"], "tasks": {"document": "a"}}, "general"),
+        ({"experts": ["a", "b"], "tasks": {"document": "b"}}, "b"),
+        ({"experts": ["a", "b"]}, "a"),
+        ({"default_task": "none"}, None),
+        ({"default_task": None}, None),
+    ],
+)
+def test_the_default_task(settings: dict[str, Any], chosen: str | None, tmp_path: Path) -> None:
+    config(**settings).save_pretrained(tmp_path)
+    loaded = MoTEConfig.from_pretrained(tmp_path)
+    assert (config(**settings).default_task, loaded.default_task) == (chosen, chosen)
+    more = {**loaded.to_dict(), "experts": [*loaded.experts, "new"], "tasks": {**loaded.tasks, "document": "new"}}
+    assert MoTEConfig.from_dict(more).default_task == chosen  # a new expert does not change it
+
+
+def test_a_warning_once_for_a_model_and_a_cause(caplog: pytest.LogCaptureFixture) -> None:
+    def warned(one: MoTEConfig, *arguments: Any) -> list[str]:
+        caplog.clear()
+        with caplog.at_level("WARNING"):
+            one.task_of(*arguments)
+        return caplog.messages
+
+    transformers.logging.enable_propagation()
+    first = config(**RULES, name_or_path="me/first")
+    assert re.search(
+        "^me/first: no task .* go to 'search_document', .*encode_query .*`prompt_name=`", *warned(first, ["x"])
+    )
+    assert warned(first, ["y"]) == []
+    assert "no task" in warned(config(**RULES, name_or_path="me/second"), ["x"])[0]
+    assert "the prompt 'Find: ' is of no task" in warned(first, ["x"], None, "Find: ")[0]
+    assert "did you mean 'cluster: '" in warned(first, ["Cluster : x"])[0]
+    assert warned(first, ["cluster: x"]) == warned(first, ["x"], "query") == []
+    assert (
+        warned(MoTEConfig.from_dict({**first.to_dict(), "name_or_path": "me/third"}, default_task="sts"), ["x"]) == []
+    )
+    transformers.logging.disable_propagation()
+
+
+def test_a_text_that_begins_with_an_instruction_of_the_paper() -> None:
+    mote = config(instructions={})
+    assert mote.task_of(["search_query: x", "clustering: x", "news: x"]) == [
+        "search_query",
+        "clustering",
+        "search_document",
+    ]
+    assert mote.task_of(["x"], prompt="classification: ") == "classification"
+    assert config(instructions={}, route_by_text=False).task_of(["search_query: x"]) == "search_document"
+    assert two().task_of(["search_query: x"]) == "a"
+
+
+def test_settings_of_the_backbone_while_loading() -> None:
+    given = {"hidden_dropout_prob": 0.5, "attention_probs_dropout_prob": 0.25, "add_pooling_layer": False, "unknown": 1}
+    loaded, unused = MoTEConfig.from_dict(config().to_dict(), **given, return_unused_kwargs=True)
+    assert (loaded.backbone_config.hidden_dropout_prob, loaded.backbone_config.attention_probs_dropout_prob) == (
+        0.5,
+        0.25,
+    )
+    assert unused == {"unknown": 1}
+    assert config().to_dict()["vocab_size"] == BertConfig().vocab_size  # where other programs look for it

@@ -113,7 +113,6 @@ def test_embeddings_are_of_the_text_alone(model: SentenceTransformer, instructed
 
 
 def test_instructions_in_the_texts_themselves(model: SentenceTransformer) -> None:
-    """A batch of different instructions: of several tasks, as the texts begin, and as a list says."""
     model = copy.deepcopy(model)
     in_front = [QUERY, "clustering: ", QUERY, "classification: "]
     model[0].config.instructions |= {"clustering": "clustering: ", "classification": "classification: "}
@@ -121,25 +120,9 @@ def test_instructions_in_the_texts_themselves(model: SentenceTransformer) -> Non
     together = model.encode(texts)
     for row, (start, text) in enumerate(zip(in_front, TEXTS, strict=True)):
         assert_near(together[row], model.encode(text, prompt=start), 1e-5)
-    listed, told = model[0].preprocess(TEXTS, prompt=in_front), model[0].preprocess(texts)
-    assert torch.equal(listed["pooling_mask"], told["pooling_mask"])
-    assert torch.equal(listed["route"], told["route"])
     model[0].config.route_by_text = False  # for untrusted texts
     strange = model[0].preprocess(texts, task="clustering")
     assert torch.equal(strange["pooling_mask"], strange["attention_mask"])
-
-
-def test_each_of_a_list_of_prompts_decides_the_task_of_its_text(instructed: Path) -> None:
-    reworded = {"clustering": "Group by topic: ", "search_document": ""}
-    model = trusted(instructed, prompts=reworded, config_kwargs={"route_by_text": False, "default_task": "sts"})
-    tasks, prompts = list(model[0].config.tasks), model.prompts
-    listed = model.preprocess(TEXTS, prompt=[prompts["clustering"], QUERY, prompts["search_document"], ""])
-    assert [tasks[index] for index in listed["route"]] == ["clustering", "search_query", "search_document", "sts"]
-    assert model.preprocess(TEXTS, prompt=[prompts["clustering"]] * 4)["route"] == "clustering"
-    assert model.preprocess(TEXTS, prompt=[QUERY] * 4, task="clustering")["route"] == "clustering"
-    assert model.preprocess(TEXTS[:2], prompt=["", ""], task="query")["route"] == "query"
-    with pytest.raises(ValueError, match="zip"):
-        model.preprocess(TEXTS, prompt=[QUERY] * 3)
 
 
 def test_the_attention_mask_stays(model: SentenceTransformer) -> None:
@@ -155,13 +138,13 @@ def test_the_attention_mask_stays(model: SentenceTransformer) -> None:
 
 
 def test_cached_losses_equal_plain_ones(instructed: Path) -> None:
-    starts = [QUERY, "", QUERY, ""]
+    documents = [start + text for start, text in zip([QUERY, ""] * 2, TEXTS[::-1], strict=True)]
     assert_cached_equals_plain(
         "CachedMultipleNegativesRankingLoss",
         lambda: trusted(instructed).eval(),
         lambda model: [
             model.preprocess(TEXTS, prompt=QUERY),
-            model.preprocess(TEXTS[::-1], prompt=starts, task="search_document"),
+            model.preprocess(documents, task="search_document"),
         ],
     )
 
@@ -212,16 +195,16 @@ def test_the_count_of_nv_embed(model: SentenceTransformer, side: str) -> None:
     counting[0].processor = fast(sentence_piece_bpe())
     counting[0].instruction_pooling = "excluded_by_count"
     counting.tokenizer.padding_side = side
-    starts = [QUERY, "Query:", "", QUERY.rstrip()]
-    features = counting[0].preprocess(TEXTS, prompt=starts, task="search_query")
-    for row, start in enumerate(starts):
-        count = len(counting.tokenizer(start, add_special_tokens=False)["input_ids"]) if start else 0
+    for row, (prompt, shorter) in enumerate(((QUERY, 0), ("Query:", 1), ("", 0), (QUERY.rstrip(), 1))):
+        counting[0].instruction_pooling = "excluded_by_count"
+        features = counting[0].preprocess(TEXTS, prompt=prompt, task="search_query")
+        count = len(counting.tokenizer(prompt, add_special_tokens=False)["input_ids"]) if prompt else 0
         real = features["pooling_mask"][row][features["attention_mask"][row].bool()]
         assert real.tolist() == [0] * count + [1] * (len(real) - count)
-    counting[0].instruction_pooling = "excluded"
-    exact = counting[0].preprocess(TEXTS, prompt=starts, task="search_query")
-    # without the template's trailing blank, the instruction's last token is pooled: it has `<s>` to leave out as well
-    assert (features["pooling_mask"] - exact["pooling_mask"]).sum(dim=1).tolist() == [0, 1, 0, 1]
+        counting[0].instruction_pooling = "excluded"
+        exact = counting[0].preprocess(TEXTS, prompt=prompt, task="search_query")
+        # Without the template's trailing space, the instruction's last token is pooled: `<s>` is left out in its place.
+        assert (features["pooling_mask"] - exact["pooling_mask"])[row].sum() == shorter
 
 
 def test_a_default_prompt_of_another_task_is_left_out(instructed: Path, model: SentenceTransformer) -> None:

@@ -95,6 +95,9 @@ def test_encode(
         (REWORDED, {"prompt_name": "clustering"}, "clustering", "custom: "),
         (REWORDED, {"prompt_name": "Classification"}, "classification", "custom: "),
         (REWORDED, {"prompt_name": "search_document"}, "search_query", "search_query: "),  # another task's instruction
+        # LlamaIndex passes empty ones always.
+        ({"prompts": {"query": "", "text": ""}}, {"prompt_name": "query"}, "search_query", "search_query: "),
+        ({"prompts": {"query": "", "text": ""}}, {"prompt_name": "text"}, "search_document", ""),
     ],
 )
 def test_defaults_and_reworded_prompts(
@@ -117,7 +120,7 @@ def test_texts_that_begin_with_an_instruction(model: SentenceTransformer, expect
     longer = model.encode(TEXTS, prompt="search_query: about animals: ")  # a prompt that continues after it
     assert_near(longer, model.encode([f"about animals: {text}" for text in TEXTS], prompt_name="search_query"))
     assert len(model.encode([], prompt_name="clustering")) == 0
-    with pytest.raises(ValueError, match="must be one text for all inputs, got a list"):
+    with pytest.raises(ValueError, match="prompt must be a string, for all texts, got list"):
         model.encode(TEXTS, prompt=["clustering: "] * 4)
 
 
@@ -134,8 +137,7 @@ def test_prompt_names_without_instructions(trained_folder: Path, expected: dict,
     for copied in (copy.deepcopy(prompt), pickle.loads(pickle.dumps(prompt))):  # for processes of their own
         assert_near(model.encode(TEXTS, prompt=copied), expected["clustering", ""])
     for arguments in ({}, {"prompt": ""}):
-        with pytest.raises(ValueError, match="Pass `task=` or `prompt_name="):
-            model.encode(TEXTS, **arguments)
+        assert_near(model.encode(TEXTS, **arguments), expected["search_document", ""])  # the default task's
     model.save(str(tmp_path / "saved"))
     assert trusted(tmp_path / "saved").prompts == dict.fromkeys(model.prompts, "")
 
