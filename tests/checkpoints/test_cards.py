@@ -332,4 +332,4 @@ def test_metadata_that_cannot_be_read_are_not_lost(damaged: bytes, folder: Path)
     with pytest.raises(ValueError, match="cannot be read"):
         mote.configure(folder, default_task="clustering")
     assert (folder / "README.md").read_bytes() == damaged
-    assert open_mote(str(folder)).config.default_task is None
+    assert open_mote(str(folder)).config.default_task == "search_document"

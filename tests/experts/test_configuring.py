@@ -66,7 +66,7 @@ def test_reworded_prompts_stay(place: Path, tmp_path: Path, caplog: pytest.LogCa
         return read_json(folder / "config_sentence_transformers.json")["prompts"]
 
     own = prompts_in(place)
-    reworded = {"clustering": "Group: ", "Clustering": "Topic: ", "search_document": ""}
+    reworded = {"clustering": "Group: ", "Clustering": "Topic: ", "search_document": "Text: "}
     trusted(place, prompts=reworded).save(str(tmp_path / "saved"))
     before = prompts_in(tmp_path / "saved")
     assert before == {**own, **reworded}

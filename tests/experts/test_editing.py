@@ -132,8 +132,8 @@ def paper_mote(**settings: Any) -> MoTEModel:
 
 def test_tasks_and_instructions_of_new_experts(tmp_path: Path) -> None:
     model = paper_mote(instructions={"summarization": "sum: "})
-    add(model, "none")
-    assert model.config.instruction_of("none") == ""
+    add(model, "without")
+    assert model.config.instruction_of("without") == ""
     add(model, "several", instruction={"several": "one: ", "other": "two: "}, tasks="other")
     assert (model.config.instruction_of("several"), model.config.instruction_of("other")) == ("one: ", "two: ")
     add(model, "sts", "classification", instruction="sts: ", tasks=["pair_classification", "paraphrase"])
@@ -147,7 +147,6 @@ def test_tasks_and_instructions_of_new_experts(tmp_path: Path) -> None:
     assert_round_trip(model, tmp_path)
     model = trained_mote("bert")  # to which some experts bring unseen tasks
     add(model, "classification", "alpha")
-    assert model.config.instruction_of("classification") == "classification: "
     assert model.config.tasks["sts"] == "classification"  # as in any MoTE that has it
     rename(model, "beta", "search_query")
     assert model.config.tasks["query"] == "search_query"
@@ -155,11 +154,12 @@ def test_tasks_and_instructions_of_new_experts(tmp_path: Path) -> None:
 
 
 def test_tasks_of_a_removed_expert(tmp_path: Path) -> None:
-    model = paper_mote(default_task="sts")
+    model = paper_mote(default_task="summarization")
     new = {"sts": "clustering", "pair_classification": "search_query", "summarization": None}
     remove(model, "classification", tasks=new)
     tasks = {name: expert for name, expert in model.config.tasks.items() if name in {"classification", *new}}
     assert tasks == {"sts": "clustering", "pair_classification": "search_query"}
+    assert model.config.default_task == "search_document"
     assert_round_trip(model, tmp_path)
     model = paper_mote()
     unseen = dict.fromkeys(("pair_classification", "sts", "summarization"))
@@ -197,7 +197,6 @@ def test_renaming_keeps_the_order_and_what_belongs_to_it(tmp_path: Path) -> None
         (partial(remove, name="clustering", tasks={"sts": "search_query"}), "task of the expert 'clustering': 'sts'"),
         (partial(remove, name="search_query", tasks={"query": "serch_document"}), "Did you mean 'search_document'"),
         (partial(remove, name="search_query", tasks={"query": "search_query"}), "of task 'query': 'search_query'"),
-        (partial(remove, name="search_document", tasks={"document": None}), "Unknown default_task 'document'"),
         (partial(remove, name="classification"), "'sts', 'summarization': name .* `--task pair_classification=EXPERT`"),
         (partial(rename, name="clusterin", new_name="x"), "Did you mean 'clustering'"),
         (partial(rename, name="clustering", new_name="sts"), "'sts' is already a task, of the expert 'classification'"),
@@ -292,9 +291,9 @@ def test_the_default_prompt_follows_its_task(trained_folder: Path, tmp_path: Pat
     assert trusted(tmp_path / "removed").default_prompt_name is None
 
 
-def test_a_default_prompt_of_no_task_is_not_taken_over(trained_folder: Path, tmp_path: Path, caplog: Any) -> None:
+def test_a_default_prompt_of_no_task(trained_folder: Path, tmp_path: Path, caplog: Any) -> None:
     dense = mote.transform(trained_folder, tmp_path / "dense", mote.experts.export, "search_query")
-    for experts, expected in ((["search_query", "a"], "search_query"), (["a", "b"], None)):
-        folder = upcycle(str(dense), tmp_path / experts[0], experts=experts)
-        assert trusted(folder).default_prompt_name == expected
+    for experts, task in ((["search_query", "a"], None), (["a", "b"], None), (["b", "a"], "none")):
+        folder = upcycle(str(dense), tmp_path / experts[0], experts=experts, default_task=task)
+        assert trusted(folder).default_prompt_name == (None if task else "search_query")
     assert re.search("default prompt 'search_query' .* does not belong to any task of the result", caplog.text)

@@ -1,7 +1,6 @@
 """What works on a dense model works on a MoTE, or one sentence says what to do instead."""
 
 import itertools
-import json
 import logging
 import random
 from collections.abc import Iterator
@@ -21,30 +20,27 @@ from transformers import pipeline
 TEXTS = ["whales sing", "the compiler sings", "how deep do whales dive", "parsing a grammar"]
 
 
-def test_what_a_host_without_prompts_is_told_works(trained_folder: Path, model: Any) -> None:
+def test_hosts_without_prompts(trained_folder: Path, model: Any) -> None:
     host = evaluation.EmbeddingSimilarityEvaluator(TEXTS, TEXTS[::-1], [0.1, 0.2, 0.3, 0.4], write_csv=False)
-    with pytest.raises(ValueError, match="No task for the text") as error:
-        host(model)
-    for setting, value, way in (
-        ("default_prompt_name", "classification", "prompt_name"),
-        ("config_kwargs", {"default_task": "classification"}, "task"),
+    assert host(model)  # through the default task's expert
+    for settings, way in (
+        ({}, {"task": "search_document"}),
+        ({"default_prompt_name": "classification"}, {"prompt_name": "classification"}),
+        ({"config_kwargs": {"default_task": "classification"}}, {"task": "classification"}),
     ):
-        assert f"{setting}={json.dumps(value)}" in str(error.value)
-        other = trusted(trained_folder, **{setting: value})
-        assert_near(other.encode(TEXTS), model.encode(TEXTS, **{way: "classification"}))
-        assert host(other)
+        assert_near(trusted(trained_folder, **settings).encode(TEXTS), model.encode(TEXTS, **way))
+    with pytest.raises(ValueError, match=r"no default_task.* For search, call encode_query"):
+        host(trusted(trained_folder, config_kwargs={"default_task": "none"}))
     with pytest.raises(ValueError, match="`mote export MODEL --expert NAME --backend onnx --out DIR`"):
         trusted(trained_folder, backend="onnx")
 
 
-def test_a_pipeline_is_told_what_works(trained_folder: Path, model: Any) -> None:
+def test_a_pipeline(trained_folder: Path, model: Any) -> None:
     arguments: Any = {"task": "feature-extraction", "model": str(trained_folder), "trust_remote_code": True}
-    remedies = r"load with from_pretrained\(…, default_task=…\), in a pipeline with model_kwargs=\{'default_task': …\}"
-    with pytest.raises(ValueError, match=remedies):
-        pipeline(**arguments)(TEXTS[0])
-    features = pipeline(**arguments, model_kwargs={"default_task": "clustering"})(TEXTS[0], return_tensors=True)
-    tokens = model.encode(TEXTS[0], task="clustering", output_value="token_embeddings")
-    assert difference(features[0], tokens.cpu()) <= 1e-5
+    for settings, task in (({}, "search_document"), ({"default_task": "clustering"}, "clustering")):
+        features = pipeline(**arguments, model_kwargs=settings)(TEXTS[0], return_tensors=True)
+        tokens = model.encode(TEXTS[0], task=task, output_value="token_embeddings")
+        assert difference(features[0], tokens.cpu()) <= 1e-5
 
 
 @pytest.fixture

@@ -158,7 +158,6 @@ def test_experts_that_were_not_loaded_are_not_lost(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "no default_task"),
         ({"task": "alfa"}, "Unknown task 'alfa'. Did you mean 'alpha'"),
         ({"task": ["alpha", "gamma", "alpha", "beta"]}, "Unknown task 'gamma'"),
         ({"task": 1}, "Unknown task 1. Available: 'alpha', 'beta'"),
@@ -178,7 +177,6 @@ def test_wrong_tasks_are_refused(arguments: dict, message: str) -> None:
 @pytest.mark.parametrize("name", ["taks", "tsk", "tasks", "task_id", "task_name"])
 def test_a_misspelt_task_does_not_go_to_the_default_one(name: str) -> None:
     model, inputs = trained_mote("bert"), batch()
-    model.config.default_task = "alpha"
     with pytest.raises(ValueError, match=rf"Unknown argument '{name}'\. Did you mean 'task(_ids)?'\?"):
         model(**inputs, **{name: "beta"})
     of_transformers = {"num_items_in_batch": 4, "output_attentions": False, "output_hidden_states": True}

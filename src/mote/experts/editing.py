@@ -15,7 +15,7 @@ from mote.checkpoints.transform import Verb
 from mote.experts.artefact import ExpertArtefact
 from mote.experts.blocks import mean_of_experts, require_editable, set_experts, weights_by_expert
 from mote.remote.architectures_mote import architecture_of
-from mote.remote.configuration_mote import PAPER_INSTRUCTIONS, MoTEConfig, require_known
+from mote.remote.configuration_mote import MoTEConfig, require_known
 from mote.remote.modeling_mote import MoTEModel
 
 MEAN = "mean"  # of all experts, as the start of a new one
@@ -154,13 +154,12 @@ def _names_of_artefact(
 
 def _with_expert(config: MoTEConfig, name: str, texts: dict[str, str], tasks: list[str]) -> MoTEConfig:
     """Return the config with one more expert, validated."""
-    paper = {name: PAPER_INSTRUCTIONS[name]} if name in PAPER_INSTRUCTIONS else {}
     return _replaced(
         config,
         [*config.available_experts, name],
         experts=[*config.experts, name],
         tasks={**config.tasks, **dict.fromkeys([name, *tasks], name)},
-        instructions={**paper, **config.instructions, **texts},
+        instructions={**config.instructions, **texts},
     )
 
 
@@ -177,12 +176,14 @@ def _without_expert(config: MoTEConfig, name: str, moved: Mapping[str, str | Non
             f"`--task {missing[0]}=EXPERT`, or none (`--task {missing[0]}=`) to remove the task as well"
         )
     removed = [task for task in own if not moved.get(task)]
+    default = "auto" if config.default_task in removed else config.default_task
     return _replaced(
         config,
         [expert for expert in config.available_experts if expert != name],
         experts=[expert for expert in config.experts if expert != name],
         tasks={task: moved.get(task, expert) for task, expert in config.tasks.items() if task not in removed},
         instructions={task: text for task, text in config.instructions.items() if task not in removed},
+        default_task=default,
     )
 
 

@@ -168,6 +168,7 @@ def matching_config(settings: ModelSettings, source: Checkpoint) -> MoTEConfig:
         "tasks": config.tasks,
         "instructions": config.instructions,
         "bidirectional": not getattr(config.backbone_config, "is_causal", True),
+        "default_task": config.default_task or "none",
         **{name: getattr(config, name, None) for name in ("shared_modules", "pooling", *POOLING_SIZES)},
         **{name: getattr(token_routing(config), name, None) for name in TOKEN_ROUTING},
     }

@@ -101,7 +101,11 @@ def config_of(options: UpcyclingOptions, source: Checkpoint, pooling: str) -> Mo
     kind, backbone = _kind_of(source), cast(Any, source.config)
     experts, tasks = options.experts, options.tasks
     if kind == "nomic_moe":
-        settings = {"tasks": with_unseen_tasks(tasks), "default_task": options.default_task, "pooling": pooling}
+        settings = {
+            "tasks": with_unseen_tasks(tasks),
+            "default_task": options.default_task or "auto",
+            "pooling": pooling,
+        }
         return cast(MoTEConfig, type(backbone)(**{**backbone.to_dict(), **settings}))
     layer_path = options.layer_path
     if options.shared_modules is not None and layer_path is None and backbone.model_type in ARCHITECTURES:
@@ -123,7 +127,7 @@ def config_of(options: UpcyclingOptions, source: Checkpoint, pooling: str) -> Mo
         experts=experts,
         tasks=with_unseen_tasks(tasks),
         mote_layers=options.layers or "every",
-        default_task=options.default_task,
+        default_task=options.default_task or "auto",
         layer_path=layer_path,
         shared_modules=options.shared_modules,
         **{name: value for name, value in more.items() if value is not None},
@@ -175,6 +179,8 @@ def instructions_from(prompts: dict[str, str], config: MoTEConfig) -> dict[str, 
     4. Queries and documents get what Sentence-Transformers puts in front of them, possibly nothing.
     """
     roles = {role: next((prompts[name] for name in names if name in prompts), "") for role, names in _ROLES.items()}
+    for name in {"passage", "corpus"} & config.tasks.keys() & prompts.keys():  # which somebody has made a task
+        roles["document"] = prompts[name]
     if any(roles.values()):  # Sentence-Transformers adds empty ones to every model
         prompts = {**prompts, **roles}
     under_mteb_names = {MTEB_PROMPTS[name]: prompts[name] for name in MTEB_PROMPTS if name in prompts}

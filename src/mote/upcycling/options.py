@@ -43,6 +43,8 @@ class MoTESettings(Settings):
         pooling_latents: Number of latents, for `latent_attention`. Default: 512.
         pooling_heads: Number of heads, for attention pooling. Default: 8.
         pooling_head_dim: Dimension of a head, for attention pooling. Default: the hidden size.
+        default_task: Task of texts without one; `none`: such texts are an error. Default: that of the expert `general`,
+            else of the one that serves documents, else of the first.
         bidirectional: Whether each token of a decoder attends to all others. Default: the source's setting.
         shared_modules: Paths of the submodules of a block that all experts share; `[]`: none. Default: the attention.
         num_experts: Experts per block, for token routing. Default: as many as `experts`.
@@ -68,6 +70,7 @@ class MoTESettings(Settings):
     pooling_latents: int | None = Field(default=None, ge=1)
     pooling_heads: int | None = Field(default=None, ge=1)
     pooling_head_dim: int | None = Field(default=None, ge=1)
+    default_task: str | None = None
     bidirectional: bool = False
     shared_modules: list[str] | None = None
     num_experts: int | None = Field(default=None, ge=1)
@@ -100,8 +103,6 @@ class UpcyclingOptions(WriteOptions, MoTESettings):
     """Settings of upcycling, and how its result is written.
 
     Attributes:
-        default_task: Task of texts without one; `auto`: that of the expert `general`, else of the one that serves
-            documents, else of the first; `none`: such texts are an error.
         layer_path: Path of the list of layers, for an architecture that is not in MoTE's table.
         routing: What picks the expert: the `task` of a text, or a learned router for each `token`.
         with_head: Keep the source's head for masked language modelling: the result is a `MoTEForMaskedLM`.
@@ -116,7 +117,6 @@ class UpcyclingOptions(WriteOptions, MoTESettings):
         revision: Branch, tag or commit of a source on the Hub.
     """
 
-    default_task: str = "auto"
     layer_path: str | None = None
     routing: Literal["task", "token"] = "task"
     with_head: bool = False
