@@ -10,7 +10,7 @@ import torch
 from helpers.checkpoints import dense_checkpoint, e5_checkpoint, edit_json, read_json, trusted
 from sentence_transformers import SentenceTransformer
 
-from mote import upcycle
+from mote import plan_upcycling, upcycle
 from mote.checkpoints.sentence_transformers import POOLING_NAMES
 from mote.cli import main
 from mote.remote.modeling_mote import MoTEModel
@@ -46,6 +46,56 @@ def test_settings_and_prompts_of_the_source_carry_over(e5: Path, tmp_path: Path)
     assert np.array_equal(mote.encode_document(TEXTS), source.encode_document(TEXTS))
     assert np.array_equal(mote.encode([f"query: {text}" for text in TEXTS]), expected)
     assert np.array_equal(mote.encode(TEXTS, prompt_name="passage"), source.encode(TEXTS, prompt_name="passage"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        {},
+        {"query": "Q: ", "document": "D: "},
+        {"query": "Q: ", "passage": "P: "},
+        {"query": "Q: ", "corpus": "C: "},
+        {"query": "Q: "},
+        {"passage": "P: "},
+        {"query": "", "document": "", "topic": "T: "},
+    ],
+)
+def test_a_fresh_model_embeds_as_its_source(prompts: dict[str, str], tmp_path: Path) -> None:
+    """No instructions that the source has not seen, in whatever way it is called."""
+    dense_checkpoint(tmp_path / "tiny", sentence_transformers={})
+    for default in (None, *prompts):
+        settings = read_json(tmp_path / "tiny" / "config_sentence_transformers.json")
+        settings |= {"prompts": prompts, "default_prompt_name": default}
+        (tmp_path / "tiny" / "config_sentence_transformers.json").write_text(json.dumps(settings))
+        source = SentenceTransformer(str(tmp_path / "tiny"))
+        for experts in (None, ["general", "search"]):
+            tasks = {} if experts is None else {"query": "search", "document": "search"}
+            out = upcycle(str(tmp_path / "tiny"), tmp_path / "out", experts=experts, tasks=tasks, overwrite=True)
+            mote = trusted(out)
+            ways = [
+                {"prompt": "search_query: "},
+                {"prompt": "of nobody: "},
+                *({"prompt_name": name} for name in prompts),
+            ]
+            for way in ({}, *ways):
+                assert np.array_equal(mote.encode(TEXTS, **way), source.encode(TEXTS, **way)), way
+            assert np.array_equal(mote.encode_query(TEXTS), source.encode_query(TEXTS))
+            assert np.array_equal(mote.encode_document(TEXTS), source.encode_document(TEXTS))
+            texts = [f"search_query: {text}" for text in TEXTS]
+            assert np.array_equal(mote.encode(texts), source.encode(texts))
+            if experts is None and default is None:
+                assert np.array_equal(mote.encode(TEXTS, prompt_name="search_query"), source.encode_query(TEXTS))
+
+
+def test_prompts_that_only_a_card_prescribes(tmp_path: Path) -> None:
+    for name, query, document in (
+        ("multilingual-e5-small", "query: ", "passage: "),
+        ("nomic-embed-text-v1.5", "search_query: ", "search_document: "),
+        ("e5-mistral-7b-instruct", "", ""),
+    ):
+        config = plan_upcycling(str(dense_checkpoint(tmp_path / name, sentence_transformers={}))).config
+        assert (config.instruction_of("query"), config.instruction_of("document")) == (query, document)
 
 
 def test_a_prompt_of_the_source_can_be_routed(e5: Path, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_reworded_prompts_stay(place: Path, tmp_path: Path, caplog: pytest.LogCa
     caplog.clear()
     mote.configure(tmp_path / "saved", instructions={"clustering": "New: "})
     told = prompts_in(tmp_path / "saved")
-    assert (told["clustering"], told["Clustering"], told["search_document"]) == ("New: ", "New: ", "")
+    assert (told["clustering"], told["Clustering"], told["search_document"]) == ("New: ", "New: ", "Text: ")
     assert lost in caplog.messages
 
 

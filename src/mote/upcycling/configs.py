@@ -18,9 +18,6 @@ from mote.upcycling.options import (
     UpcyclingOptions,
 )
 
-# Role → names of its prompt, the first that is there counts.
-_ROLES = {"query": ("query", "search_query"), "document": ("document", "passage", "corpus", "search_document")}
-
 # Prompts that the cards of models prescribe, but their files do not hold: pattern of the name → prompts.
 _PRESCRIBED: dict[str, dict[str, str]] = {
     r"nomic-embed-text-v1(\.5)?": PAPER_INSTRUCTIONS,  # huggingface.co/nomic-ai/nomic-embed-text-v1.5
@@ -178,7 +175,7 @@ def instructions_from(prompts: dict[str, str], config: MoTEConfig) -> dict[str, 
     3. The prompt of an unseen task, such as `sts`, is for this task only: its expert is trained for something else.
     4. Queries and documents get what Sentence-Transformers puts in front of them, possibly nothing.
     """
-    roles = {role: next((prompts[name] for name in names if name in prompts), "") for role, names in _ROLES.items()}
+    roles = {role: prompts.get(role, "") for role in ROLE_HINTS}
     for name in {"passage", "corpus"} & config.tasks.keys() & prompts.keys():  # which somebody has made a task
         roles["document"] = prompts[name]
     if any(roles.values()):  # Sentence-Transformers adds empty ones to every model
