@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from transformers.utils import logging
 from transformers.utils.versions import require_version
 
@@ -358,7 +359,7 @@ class MoTEConfig(PreTrainedConfig):
                 f"{alternatives('', self.tasks)} For search, call encode_query and encode_document; else pass "
                 "`prompt_name=` or `task=` (in training `prompts=`), or load with config_kwargs={'default_task': TASK}"
             )
-        if not self.default_is_chosen:
+        if not self.default_is_chosen and not torch.compiler.is_compiling():
             logger.warning_once(
                 f"{self.name_or_path or 'MoTE'}: {cause}, so texts go to {self.default_task!r}, the default task. To "
                 "choose, call encode_query or encode_document, pass `prompt_name=` or `task=`, or load with "

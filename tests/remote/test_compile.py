@@ -71,6 +71,12 @@ def test_mixed_batches_need_no_graphs_of_their_own() -> None:
     assert 1 <= counter.frame_count <= 4  # groups of one row or of more, with padding or without
 
 
+def test_a_model_without_a_task_is_one_graph() -> None:
+    model = trained_mote("bert", experts=TASKS)
+    whole: Any = torch.compile(model, fullgraph=True, backend="eager")
+    assert whole(**batch()).pooler_output.equal(model(**batch(), task="a").pooler_output)
+
+
 def test_any_number_of_experts_share_one_graph() -> None:
     tasks = [f"task{number}" for number in range(20)]
     model, compiled, counter = compiled_model("bert", experts=tasks)

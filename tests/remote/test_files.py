@@ -1,5 +1,7 @@
 """The files that a saved model carries: which, how long, and what a user reads where they do not work."""
 
+import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from helpers.checkpoints import TASK_MOTE, code_in
 from helpers.families import batch, difference, fresh_mote
 from helpers.kinds import EIGHT_BITS, HIERARCHICAL, MOTE, TOKEN_ROUTED
 from helpers.processes import run_as_stranger
+from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, PreTrainedModel
 
 from mote.remote.attention_pooling_mote import AttentionPoolingConfig, AttentionPoolingModel
@@ -54,6 +57,16 @@ def test_each_kind_of_model_carries_its_own_files(make: Callable[[str], PreTrain
         with torch.no_grad():
             out = model(**batch(), task=list(model.config.tasks)[1]).pooler_output
         assert difference(out, expected) == 0.0
+
+
+def test_folders_of_one_name_run_their_own_code(upcycled: Path, tmp_path: Path) -> None:
+    folders = [shutil.copytree(upcycled, tmp_path / name / "model") for name in ("a", "b")]
+    code = folders[1] / "modeling_mote.py"
+    code.write_text(f"{code.read_text()}\nCHANGED = True\n")
+    for load in (AutoModel.from_pretrained, SentenceTransformer):
+        loaded: list = [load(str(folder), trust_remote_code=True) for folder in folders]
+        kinds = [type(one[0].model if load is SentenceTransformer else one) for one in loaded]
+        assert [hasattr(sys.modules[kind.__module__], "CHANGED") for kind in kinds] == [False, True]
 
 
 def last_lines(folder: Path, setup: str, status: int = 1) -> list[str]:
