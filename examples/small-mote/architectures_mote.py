@@ -59,4 +59,4 @@ class MPNetBackbone(MPNetModel):
         others = {name: kwargs.pop(name, None) for name in ("position_ids", "inputs_embeds")}
         embedded = self.embeddings(input_ids=input_ids, **others)
         mask = create_bidirectional_mask(config=self.config, inputs_embeds=embedded, attention_mask=attention_mask)
-        return self.encoder(embedded, attention_mask=mask, **kwargs, return_dict=True)
+        return self.encoder(embedded, attention_mask=mask, **{**kwargs, "return_dict": True})

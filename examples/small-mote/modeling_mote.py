@@ -239,7 +239,7 @@ class MoTEModel(PreTrainedModel):
             if kwargs.get(flag) is None and getattr(self.config, flag):
                 kwargs[flag] = getattr(self.config, flag)
         run = self.backbone if self.offloading is None else partial(self.offloading.run, self.backbone)
-        out = run(**sequences, **kwargs)
+        out = run(**sequences, **kwargs, return_dict=True)
         length = out.last_hidden_state.shape[1]  # of the longest row of a group
         mask: Any = sequences.get("attention_mask") if to_pool is None else to_pool[:, :length]
         if to_pool is not None:

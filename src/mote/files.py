@@ -3,6 +3,7 @@
 import glob
 import json
 import os
+import re
 import shutil
 import socket
 import uuid
@@ -66,6 +67,18 @@ def read_json(path: Path, kind: type = dict, missing_ok: bool = False) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
+
+
+def expanded(value: Any) -> Any:
+    """Expand the `~/` that a path begins with, also after `NAME=`, where shells do not; anything else stays."""
+    found = re.fullmatch(r"([\w.-]+=)?(~/.*)", value) if isinstance(value, str) else None
+    return f"{found[1] or ''}{Path(found[2]).expanduser()}" if found else value
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raise `ValueError` if a file is a pointer to what Git LFS stores."""
+    if path.is_file() and path.stat().st_size < 1024 and path.read_bytes().startswith(b"version https://git-lfs"):
+        raise ValueError(f"{path} is a Git LFS pointer: run `git lfs pull`")
 
 
 def write_json(path: Path, content: Any) -> None:

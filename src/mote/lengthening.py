@@ -76,6 +76,7 @@ def lengthen(
     """
     options = options or WriteOptions()
     source = open_checkpoint(str(src), revision)
+    source.warn_of_code()
     target = Path(out) if out is not None else Path(f"{source.short_name}-{length}")
     kind = "decoder" if getattr(source.config, "is_decoder", False) else source.config.model_type
     if kind not in LENGTHENED:

@@ -12,6 +12,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from typing_extensions import Self
 
+from mote.files import expanded
+
 
 def alternatives(name: str, known: Iterable[str]) -> str:
     """Return the end of an error message about an unknown `name`: the nearest known name, then all known names."""
@@ -31,7 +33,7 @@ class Settings(BaseModel):
         for key in settings if isinstance(settings, dict) and cls.model_config["extra"] == "forbid" else ():
             if key not in cls.model_fields:
                 raise ValueError(f"unknown key {key!r}." + alternatives(key, cls.model_fields))
-        return settings
+        return {key: expanded(settings[key]) for key in settings} if isinstance(settings, dict) else settings
 
     def conflicts(self) -> Iterable[str]:
         """Name settings that cannot be used together."""

@@ -157,6 +157,7 @@ def _values(model: Checkpoint, steps: list[dict[str, Any]], fresh: bool | None =
         "normalized": any(module.name == "Normalize" for module in pipeline.modules),
         "instructions_left_out": pipeline.instruction_pooling != "included",
         "retrieval": pipeline.retrieval.kind,
+        "encoder": pipeline.encoder,
     }
 
 

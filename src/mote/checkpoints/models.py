@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import is_sentencepiece_available
 from transformers.utils import logging as transformers_logging
 
 from mote.checkpoints import nomic
 from mote.checkpoints.plain import learned_positions
 from mote.checkpoints.reading import Checkpoint, has_head, is_mote, mote_class
 from mote.checkpoints.tensors import HEAD, read_on_meta, read_shapes
+from mote.files import refuse_pointer
 from mote.remote.modeling_mote import MoTEModel
 
 logger = logging.getLogger(__name__)
@@ -54,7 +56,7 @@ def load_dense(
 ) -> tuple[PreTrainedModel, list[str]]:
     """Load the native dense model, or a token-routed one, with every weight, and the keys of heads, which it lacks."""
     read_on_meta(checkpoint.weights)  # its errors name the file
-    return _loaded(checkpoint, with_head, checkpoint.folder, dtype=dtype)
+    return _loaded(checkpoint, with_head, checkpoint.transformer, dtype=dtype)
 
 
 def dense_without_weights(
@@ -109,9 +111,12 @@ def _checked(checkpoint: Checkpoint, model: PreTrainedModel, info: dict[str, Any
     for problem, keys in (("lack", missing), ("hold unknown", unexpected), ("misshape", info["mismatched_keys"])):
         if keys:
             shown = ", ".join(sorted(map(str, keys))[:5]) + (" …" if len(keys) > 5 else "")
+            inner = f".{min(missing)}" if missing else ""
+            wrapped = next((key.removesuffix(inner) for key in unexpected if inner and key.endswith(inner)), None)
+            unwrap = f" They are those of a model wrapped as {wrapped!r}: save the model itself." if wrapped else ""
             raise ValueError(
                 f"The weights of {checkpoint.name} {problem} {len(keys)} keys of {type(model).__name__}: "
-                f"{shown}. Known heads are dropped ({', '.join(HEADS)}); anything else must match.{headless}"
+                f"{shown}. Known heads are dropped ({', '.join(HEADS)}); anything else must match.{headless}{unwrap}"
             )
     model.config._name_or_path = checkpoint.public_name  # no local path
     return model.eval(), dropped
@@ -122,13 +127,13 @@ def load_tokenizer(checkpoint: Checkpoint, tokenizer: str | None = None) -> Any:
 
     Some published tokenizers have added tokens without embeddings (Gemma 3's for images); texts do not contain them.
     """
-    files = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
-    has_own = any((checkpoint.folder / name).is_file() for name in files) or any(checkpoint.folder.glob("*.model"))
+    folder, files = checkpoint.transformer, ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
+    has_own = any((folder / name).is_file() for name in files) or any(folder.glob("*.model"))
     name: str | Path
     if tokenizer is not None:
         name = tokenizer
     elif has_own:
-        name = checkpoint.folder
+        name = folder
     elif checkpoint.format == "nomic":
         name = nomic.TOKENIZER
     else:
@@ -136,19 +141,25 @@ def load_tokenizer(checkpoint: Checkpoint, tokenizer: str | None = None) -> Any:
             f"{checkpoint.name} has no tokenizer: name one with `--tokenizer`, a folder or an id on the Hub"
         )
     # with the config given, the library does not ask whether to run the code of a MoTE or NV-Embed
-    own = name == checkpoint.folder and checkpoint.format in ("mote", "nv_embed")
+    own = name == folder and checkpoint.format in ("mote", "nv_embed")
     given = {"config": checkpoint.config} if own else {}
     try:
         loaded = AutoTokenizer.from_pretrained(name, **given)
         added = loaded.get_added_vocab()
     except Exception as error:  # damaged files raise any kind of error, also tokenizers' own
+        for file in Path(name).glob("*.*"):
+            refuse_pointer(file)
+        needs = not is_sentencepiece_available() and any(Path(name).glob("*.model"))
         message = f"{type(error).__name__}: {error}" if not isinstance(error, OSError | ValueError) else error
-        raise ValueError(f"The tokenizer {name} for {checkpoint.name} cannot be loaded: {message}") from error
+        remedy = ". It may need: pip install sentencepiece" if needs else ""
+        raise ValueError(f"The tokenizer {name} for {checkpoint.name} cannot be loaded: {message}{remedy}") from error
     size = checkpoint.config.vocab_size
     without = [token for token, number in added.items() if number >= size]
-    if loaded.vocab_size > size or any(getattr(loaded, role) in without for role in _ROLES):
+    invented = loaded.get_vocab().keys() <= added.keys()  # by the library, where the files have no vocabulary
+    if invented or loaded.vocab_size > size or any(getattr(loaded, role) in without for role in _ROLES):
+        more = f"has {len(loaded)} tokens, but {checkpoint.name} has embeddings for {size} only"
         raise ValueError(
-            f"The tokenizer {name} has {len(loaded)} tokens, but {checkpoint.name} has embeddings for {size} only"
+            f"The tokenizer {name} " + ("has no vocabulary: its tokenizer.json is missing" if invented else more)
         )
     if without:
         logger.warning("%s has no embeddings for %s: texts must not contain them", checkpoint.name, ", ".join(without))

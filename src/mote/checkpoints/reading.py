@@ -1,6 +1,7 @@
 """Open checkpoints, dense or MoTE, in a folder or on the Hub: their configs are read and checked, not their weights."""
 
 import copy
+import logging
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -11,12 +12,16 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from mote import hub
 from mote.checkpoints import nomic, nomic_moe, nv_embed
+from mote.checkpoints.bidirectional import DECODERS
 from mote.checkpoints.provenance import read_steps
+from mote.checkpoints.st_settings import ENCODERS, Pipeline
 from mote.checkpoints.tensors import MappedFiles, is_finite, read_on_meta, read_shapes
 from mote.files import read_json, sha256_of
 from mote.remote.architectures_mote import ARCHITECTURES
 from mote.remote.configuration_mote import MoTEConfig
 from mote.remote.weights_mote import find_files, read_index
+
+logger = logging.getLogger(__name__)
 
 TOKEN_ROUTED = "mote_token_routed"
 ATTENTION_POOLING = "mote_attention_pooling"
@@ -37,6 +42,9 @@ MOTE_CLASSES = {
     ),
 }
 
+# Settings in config.json by which releases of Sentence-Transformers without `model_type` mark a reranker.
+_OF_RERANKERS = ("sbert_ce_default_activation_function", "sentence_transformers")
+
 FILES_BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "README.md", "[0-9]*_*/*"]
 
 
@@ -55,9 +63,11 @@ class Checkpoint:
     # Settings of `MoTEConfig` for a pooling that has weights in the files, and their names in a MoTE → in the files.
     pooling: dict[str, Any] = field(default_factory=dict)
     pooling_weights: dict[str, str] = field(default_factory=dict)
+    code: str | None = None  # class of its own code, which is not run, if that may compute other embeddings
 
     def __post_init__(self) -> None:
         self.steps = read_steps(self.folder)  # by which it was made
+        self.transformer = self.folder / Pipeline.read(self.folder).place  # network and tokenizer
 
     @property
     def short_name(self) -> str:
@@ -83,7 +93,20 @@ class Checkpoint:
 
     def read_json(self, name: str, kind: type = dict) -> Any:
         """Read one of its JSON files; empty if it does not exist."""
-        return read_json(self.folder / name, kind, missing_ok=True)
+        own = self.folder / name
+        return read_json(own if own.is_file() else self.transformer / name, kind, missing_ok=True)
+
+    def warn_of_code(self) -> None:
+        """Warn, once, that the class of its own code is not run."""
+        if self.code is not None:
+            direction = ". If it attends in both directions, pass `--bidirectional`"
+            shown = direction if self.config.model_type in DECODERS else ""
+            logger.warning(
+                "%s has code of its own, %s, which is not run: its embeddings may differ from those of the class "
+                "that Transformers has for a %r%s",
+                *(self.name, self.code, self.config.model_type, shown),
+            )
+            self.code = None
 
     def provenance(self) -> dict[str, Any]:
         """Describe the checkpoint for `mote.json`; reads all of its weights, to hash them."""
@@ -140,7 +163,9 @@ def _open(src: str, revision: str | None, experts: list[str] | None = None) -> C
         folder = hub.fetch(src, revision, FILES_BESIDE_WEIGHTS)
         commit = folder.name
     hub.refuse_adapter(folder, src)
-    settings = read_json(folder / "config.json")
+    steps = read_steps(folder)  # before what they describe: a change in place must not go unnoticed
+    pipeline = Pipeline.read(folder)
+    settings = _settings(src, folder, pipeline)
     kind = settings.get("model_type")
     if kind in MOTE_CLASSES:
         config = mote_class(kind, "config").from_dict(settings)
@@ -151,8 +176,10 @@ def _open(src: str, revision: str | None, experts: list[str] | None = None) -> C
             weights = [Path(file) for file in find_files(src, folder, index, chosen, revision=commit)]
         else:
             weights = _weight_files(src, folder, commit)
-        return MoTECheckpoint(src, folder, commit, config, weights, "mote")
-    weights = _weight_files(src, folder, commit)
+        opened = MoTECheckpoint(src, folder, commit, config, weights, "mote")
+        opened.steps = steps
+        return opened
+    weights = _weight_files(src, folder, commit, pipeline.place)
     if nomic_moe.is_original(settings):
         config = nomic_moe.native_config(settings, read_shapes(weights), src)
         return Checkpoint(src, folder, commit, config, weights, "nomic_moe")
@@ -169,8 +196,30 @@ def _open(src: str, revision: str | None, experts: list[str] | None = None) -> C
             f"{src} has the architecture {kind!r}, which this version of transformers does not have natively. "
             f"Supported by MoTE: {', '.join(ARCHITECTURES)}."
         )
-    settings.pop("auto_map", None)  # names code of the source, which is neither used nor copied
-    return Checkpoint(src, folder, commit, CONFIG_MAPPING[kind].from_dict(settings), weights)
+    code = settings.pop("auto_map", {}).get("AutoModel")  # of the source, neither used nor copied
+    honoured = ("is_causal", False), ("use_bidirectional_attention", True)
+    if kind in DECODERS and any(settings.get(name) is value for name, value in honoured):
+        code = None
+    return Checkpoint(src, folder, commit, CONFIG_MAPPING[kind].from_dict(settings), weights, code=code)
+
+
+def _settings(src: str, folder: Path, pipeline: Pipeline) -> Any:
+    """Read config.json; refuse rerankers, quantised models and those that do not begin with a Transformer."""
+    settings = read_json(folder / pipeline.place / "config.json", missing_ok=bool(pipeline.modules))
+    encoder = "CrossEncoder" if any(name in settings for name in _OF_RERANKERS) else pipeline.encoder
+    quantised, problem = settings.get("quantization_config"), ""
+    if pipeline.modules and not settings:
+        problem = f"begins with a {pipeline.modules[0].name}, not with a Transformer and its config.json"
+    elif encoder not in ENCODERS:
+        problem = f"is a {encoder}: only encoders of single texts are supported, {', '.join(ENCODERS)}"
+    elif quantised and settings.get("model_type") not in MOTE_CLASSES:
+        method = quantised.get("quant_method", "bitsandbytes")  # which old files do not name
+        problem = f"is quantised ({method}): name the model as it was before, in 16 or 32 bits"
+    if problem:
+        raise ValueError(f"{src} {problem}")
+    if adapters := sorted(file.parent.name for file in folder.glob("*/adapter_config.json")):
+        logger.warning("The adapters in %s are not taken: %s", src, ", ".join(adapters))
+    return settings
 
 
 def is_mote(config: PreTrainedConfig) -> TypeGuard[MoTEConfig]:
@@ -192,12 +241,13 @@ def mote_class(model_type: str, kind: Literal["config", "model", "masked_lm"]) -
     return getattr(import_module(f"mote.remote.{module}"), name)
 
 
-def _weight_files(src: str, folder: Path, commit: str | None) -> list[Path]:
+def _weight_files(src: str, folder: Path, commit: str | None, place: str = "") -> list[Path]:
     """Find the weights, in one file or numbered ones; download them if the checkpoint is on the Hub."""
+    folder = folder / place
     if commit is not None:
-        hub.fetch(src, commit, ["model*.safetensors"])
+        hub.fetch(src, commit, [str(Path(place, "model*.safetensors"))])
         if not any(folder.glob("model*.safetensors")):
-            hub.fetch(src, commit, ["pytorch_model*.bin"])
+            hub.fetch(src, commit, [str(Path(place, "pytorch_model*.bin"))])
     for name in ("model.safetensors", "pytorch_model.bin"):
         if (folder / name).is_file():
             return [folder / name]

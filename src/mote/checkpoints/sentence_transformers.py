@@ -211,6 +211,7 @@ def _set_modules(pipeline: Pipeline, model: PreTrainedModel, source: Checkpoint,
         pipeline.modules = [Module(TRANSFORMER, ""), *others]
         pipeline.transformer = {"max_seq_length": max_seq_length(model, source), "do_lower_case": False}
     first, *others = pipeline.modules
+    first.path = ""
     if first.name == "MLMTransformer":
         pipeline.transformer.setdefault("transformer_task", "fill-mask")
     transformer = OUR_TRANSFORMER if is_mote(model.config) else TRANSFORMER

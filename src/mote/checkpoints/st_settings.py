@@ -12,6 +12,7 @@ MODULES = "modules.json"
 TRANSFORMER_SETTINGS = "sentence_bert_config.json"
 MODEL_SETTINGS = "config_sentence_transformers.json"
 SPARSE_ENCODER = "SparseEncoder"
+ENCODERS = ("SentenceTransformer", SPARSE_ENCODER, "MultiVectorEncoder")
 INSTRUCTION_POOLING = "instruction_pooling"
 POOLED = ("included", "excluded", "excluded_by_count")
 
@@ -80,9 +81,14 @@ class Pipeline:
         modules = []
         for index, entry in enumerate(read_json(folder / MODULES, list, missing_ok=True)):
             kind, path = entry.pop("type").removeprefix(f"{remote.__name__}."), entry.pop("path")
-            own = read_json(folder / path / "config.json", missing_ok=True) if index else {}
-            modules.append(Module(kind, path, own, entry))
-        settings = (read_json(folder / f"sentence_{kind}_config.json", missing_ok=True) for kind in _KINDS)
+            if (index or path) and folder.resolve() not in (folder / path).resolve().parents:
+                raise ValueError(f"{folder / path} leads out of the modules of {folder}: put the module itself there")
+            module = Module(kind, path, {}, entry)
+            if index:  # only a pooling cannot do without settings
+                module.settings = read_json(folder / path / "config.json", missing_ok=not module.pools)
+            modules.append(module)
+        first = folder / modules[0].path if modules else folder
+        settings = (read_json(first / f"sentence_{kind}_config.json", missing_ok=True) for kind in _KINDS)
         return cls(modules, next(filter(None, settings), {}), read_json(folder / MODEL_SETTINGS, missing_ok=True))
 
     def write(self, folder: Path) -> None:
@@ -102,6 +108,16 @@ class Pipeline:
             (folder / name).unlink(missing_ok=True)  # it may be a link to the source's
         for name in code:
             shutil.copy(Path(remote.__file__).with_name(name), folder)
+
+    @property
+    def place(self) -> str:
+        """The folder of the network within the model's: its own, but in models of old releases."""
+        return self.modules[0].path if self.modules else ""
+
+    @property
+    def encoder(self) -> str:
+        """The library's class that loads the model."""
+        return str(self.model.get("model_type", ENCODERS[0]))
 
     @property
     def retrieval(self) -> "Retrieval":
@@ -178,7 +194,8 @@ class Pipeline:
 def first_module(module_type: str, included: bool) -> str:
     """Return the counterpart of a first module that pools its instructions, or of one that leaves them out."""
     for plain, instructed in _INSTRUCTED.items():
-        if module_type.rpartition(".")[2] in (plain.rpartition(".")[2], instructed.rpartition(".")[2]):
+        of_library = module_type.startswith("sentence_transformers.") and module_type.endswith(".Transformer")
+        if module_type in (plain, instructed) or (of_library and plain == TRANSFORMER):
             return plain if included else instructed
     return module_type
 

@@ -77,9 +77,9 @@ class DenseWeights:
 def can_stream(model: MoTEModel, dense: DenseWeights) -> bool:
     """Whether each weight of a fresh MoTE is a weight of the dense model, stored in the source's files.
 
-    It is not with token routing (routers are random), quantized sources, and tied weights.
+    It is not with token routing (routers are random), and tied weights.
     """
-    if not model.config.routes_by_task or getattr(dense.model.config, "quantization_config", None) is not None:
+    if not model.config.routes_by_task:
         return False
     tied = getattr(dense.model, "all_tied_weights_keys", None)
     return not tied and all(weight_name(name, model.config).dense in dense for name in model.state_dict())

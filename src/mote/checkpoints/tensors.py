@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.modeling_utils import load_state_dict
 
+from mote.files import refuse_pointer
 from mote.remote.architectures_mote import architecture_of
 from mote.remote.configuration_mote import MoTEConfig
 from mote.remote.weights_mote import HEAD
@@ -81,6 +82,7 @@ def read_on_meta(files: Iterable[Path]) -> dict[str, torch.Tensor]:
     """Read the tensors of some files without data, on the device `meta`; a damaged file is a `ValueError`."""
     tensors: dict[str, torch.Tensor] = {}
     for path in files:
+        refuse_pointer(path)
         try:
             is_pickle = path.suffix != ".safetensors"
             tensors |= load_pickle(path, "meta") if is_pickle else load_state_dict(str(path), map_location="meta")
@@ -100,7 +102,10 @@ def read_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
 def load_pickle(path: Path, device: str = "cpu") -> dict[str, torch.Tensor]:
     """Load the tensors of a pickle, memory-mapped unless it is in the format of torch before 1.6."""
     state = torch.load(path, map_location=device, weights_only=True, mmap=zipfile.is_zipfile(path))
-    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    if state and not tensors:
+        raise ValueError(f"{path} holds no weights, but {', '.join(map(repr, state))}: save the weights on their own")
+    return tensors
 
 
 class MappedFiles(Mapping[str, torch.Tensor]):

@@ -18,7 +18,7 @@ from mote.checkpoints.plain import write_plainly
 from mote.checkpoints.provenance import recorded_files, write_steps
 from mote.checkpoints.reading import Checkpoint, MoTECheckpoint, is_mote, open_checkpoint
 from mote.checkpoints.sentence_transformers import max_seq_length, write_sentence_transformer
-from mote.checkpoints.st_settings import Pipeline, Retrieval, retrieval_in
+from mote.checkpoints.st_settings import Pipeline, Retrieval
 from mote.checkpoints.staging import WEIGHTS, ModelStaging, refuse_occupied, refuse_source
 from mote.files import link
 from mote.remote.configuration_mote import MoTEConfig
@@ -87,7 +87,7 @@ class Repository:
             logger.info("Pushed: %s", url)
         if isinstance(self.model, PreTrainedModel):
             place = repo_id if options.push else str(out)
-            logger.info("%s", how_to_load(place, self.model.config, retrieval_in(out)))
+            logger.info("%s", how_to_load(place, self.model.config, Pipeline.read(out)))
         return out
 
     def _write_model(self, folder: Path, max_shard_size: str) -> None:
@@ -134,12 +134,12 @@ def _provenance_of(sources: Sequence[Any]) -> list[dict[str, Any]]:
     return [source.provenance() for source in sources]
 
 
-def how_to_load(path: str, config: Any, retrieval: Retrieval) -> str:
+def how_to_load(path: str, config: Any, pipeline: Pipeline) -> str:
     """Return a line of Python that embeds texts with Sentence-Transformers."""
-    if retrieval.kind != "dense":
+    if pipeline.retrieval.kind != "dense":
         return f'SparseEncoder("{path}", trust_remote_code=True).encode_query(texts)  # or encode_document'
     if not is_mote(config):
-        return f'SentenceTransformer("{path}").encode(texts)'
+        return f'{pipeline.encoder}("{path}").encode(texts)'
     task = "search_query" if "search_query" in config.available_tasks else config.available_experts[0]
     argument = "prompt_name" if config.instruction_of(task) else "task"  # an empty prompt selects no task
-    return f'SentenceTransformer("{path}", trust_remote_code=True).encode(texts, {argument}="{task}")'
+    return f'{pipeline.encoder}("{path}", trust_remote_code=True).encode(texts, {argument}="{task}")'

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from cyclopts import App, CycloptsError
 
 import mote
+from mote.files import expanded
 from mote.reporting import console_logging
 
 _COMPLETION = "--install-completion"
@@ -83,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     It is 0; 1 after an error and 2 after a usage error, which are printed in one line; 130 or 143 after a signal.
     """
-    words = sys.argv[1:] if argv is None else argv
+    words = [*map(expanded, sys.argv[1:] if argv is None else argv)]
     console_logging()
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:

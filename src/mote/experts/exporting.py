@@ -57,6 +57,7 @@ def native_model(model: MoTEModel, weights: dict[str, torch.Tensor], experts: li
     """
     require_known(model.config.pooling, MoTEConfig.pooling_modes, "pooling of a model without task experts:")
     config: Any = copy.deepcopy(model.config.backbone_config)
+    config.output_attentions = False  # which the library saves only with its slowest attention
     attention = model.backbone.config._attn_implementation
     if is_mote(config):
         _take_names(config, model.config, experts)

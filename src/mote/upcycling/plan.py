@@ -103,6 +103,8 @@ def plan_upcycling(
     source = src if isinstance(src, Checkpoint) else open_dense(str(src), options.revision)
     if options.bidirectional or is_bidirectional(source.config):
         source = replace(source, config=make_bidirectional(source.config, source.name))
+    else:
+        source.warn_of_code()
     retrieval = retrieval_of(options, source)
     refuse_unused(options, source, str(options.pooling or st.source_pooling(source)), retrieval)
     if source.format == "nv_embed":
