@@ -99,12 +99,10 @@ class Checkpoint:
     def warn_of_code(self) -> None:
         """Warn, once, that the class of its own code is not run."""
         if self.code is not None:
-            direction = ". If it attends in both directions, pass `--bidirectional`"
-            shown = direction if self.config.model_type in DECODERS else ""
             logger.warning(
-                "%s has code of its own, %s, which is not run: its embeddings may differ from those of the class "
-                "that Transformers has for a %r%s",
-                *(self.name, self.code, self.config.model_type, shown),
+                "The code of %s, %s, is not run, but Transformers' own class, whose embeddings may differ: for a "
+                "decoder that attends in both directions, pass `--bidirectional`",
+                *(self.name, self.code),
             )
             self.code = None
 

@@ -87,9 +87,9 @@ class ModelStaging(Staging):
                 link(path, target)
 
     def _belongs_to_model(self, name: str, recorded: set[str]) -> bool:
-        """Whether a file goes with the replaced model; hidden ones, such as git's, never do."""
-        if f"/{name}".count("/."):
-            return False
+        """Whether a file goes with the replaced model; of hidden ones, only what a killed `save_pretrained` left."""
+        if "/." in f"/{name}":
+            return "/.writing-" in f"/{name}"
         if self.steps is not None:
             return _matches(name, (*WEIGHTS, *_PICKLES)) or (name.endswith(".py") and name in recorded)
         return name in recorded or _matches(name, (*WEIGHTS, *_PICKLES, *_OTHERS))

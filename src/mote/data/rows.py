@@ -17,6 +17,7 @@ from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Generic, NamedTuple, TypeVar
 
+from mote.files import refuse_pointer
 from mote.settings import alternatives
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class Row(NamedTuple):
 def read_files(files: Iterable[Path]) -> Iterator[Row]:
     """Read JSON lines, parquet and plain text, whose lines become rows with a column `text`, one after another."""
     for file in files:
+        refuse_pointer(file)
         with file.open("rb") as stream:
             try:
                 yield from _read(file, stream)

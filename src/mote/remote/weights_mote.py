@@ -77,7 +77,7 @@ def read_header(file: str | Path) -> dict[str, Any]:
         with safe_open(file, framework="pt") as opened:
             return json.loads((opened.metadata() or {}).get(HEADER, "{}"))
     except SafetensorError as error:
-        raise ValueError(f"{file} cannot be read: is it truncated? A Git LFS pointer? {error}") from error
+        raise ValueError(f"{file} cannot be read: truncated, or a pointer (`git lfs pull`)? {error}") from error
 
 
 def find_index(name: Any, **hub: Any) -> tuple[Path | None, Any]:
