@@ -9,7 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from mote import files
+from mote import UpcyclingOptions, files
+from mote.cli import main
+
+
+def test_the_home_folder_in_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = ["{}/x", "--out={}/x y", "data.folder={}/x"]
+    assert [files.expanded(word.format("~")) for word in words] == [word.format(tmp_path) for word in words]
+    assert UpcyclingOptions(tokenizer="~/x").tokenizer == f"{tmp_path}/x"
+    assert main(["upcycle", "--src=~/absent"]) == 1
+    assert f"error: {tmp_path}/absent is neither a folder" in capsys.readouterr().err
 
 
 def names(folder: Path) -> list[str]:

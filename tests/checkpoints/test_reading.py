@@ -3,6 +3,7 @@
 import os
 import pickle
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 import torch
 from helpers.checkpoints import dense_checkpoint, edit_json, edit_weights, published_nomic, tiny_tokenizer, to_bin
 from helpers.families import EAGER_ONLY, batch, dense_model
+from safetensors.torch import load_file
 
-from mote import upcycle
+from mote import plan_upcycling, upcycle
 from mote.checkpoints.models import HEADS, load_dense, load_tokenizer
 from mote.checkpoints.reading import open_dense, stored_dtype
 from mote.checkpoints.tensors import read_shapes
@@ -108,9 +110,32 @@ def weights(**changes: Any) -> Callable[[Path], None]:
     return lambda folder: edit_weights(folder, **changes)
 
 
-BIN, SHARDS = {"format": "bin"}, {"shards": True}
+Case = tuple[dict[str, Any], Callable[[Path], Any], str]
 
-SPOILED: dict[str, tuple[dict[str, Any], Callable[[Path], Any], str]] = {
+
+def wrapped(prefix: str) -> Case:
+    def wrap(folder: Path) -> None:
+        stored = load_file(folder / "model.safetensors")
+        edit_weights(folder, **dict.fromkeys(stored), **{f"{prefix}.{key}": stored[key] for key in stored})
+
+    return {}, wrap, f"source lack .* of a model wrapped as '{prefix}': save the model itself"
+
+
+def begins_with(name: str) -> Case:
+    text = f'[{{"path": "", "type": "sentence_transformers.{name}"}}]'
+    spoil = lambda folder: (folder / "config.json").rename(folder / "modules.json").write_text(text)  # noqa: E731
+    return {}, spoil, f"source begins with a {name}, not with a T"
+
+
+def pointer(name: str, **settings: Any) -> Case:
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:1f\nsize 4\n"
+    return settings, lambda folder: (folder / name).write_text(text), f"{name} is a Git LFS pointer: run `git lfs pull`"
+
+
+BIN, SHARDS, ST = {"format": "bin"}, {"shards": True}, {"sentence_transformers": {}}
+ST_FILE = "config_sentence_transformers.json"
+
+SPOILED: dict[str, Case] = {
     "no config": ({}, lambda folder: (folder / "config.json").unlink(), "No such file or directory: .*config.json"),
     "no weights": ({}, lambda folder: (folder / "model.safetensors").unlink(), "has no weights: .*found config.json, "),
     "unknown architecture": (
@@ -138,6 +163,28 @@ SPOILED: dict[str, tuple[dict[str, Any], Callable[[Path], Any], str]] = {
     "no tokenizer": ({"tokenizer": False}, lambda folder: None, "source has no tokenizer: name one with `--tokenizer`"),
     "cut tokenizer": ({}, lambda folder: cut(folder / "tokenizer.json"), "The tokenizer .*source .*cannot be loaded"),
     "large tokenizer": ({"vocab_size": 59}, lambda folder: tiny_tokenizer(folder, 60), "has embeddings for 59 only"),
+    "no vocabulary": ({}, lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer .*source has no vocabulary"),
+    "SentencePiece without its package": (
+        {"family": "xlm-roberta", "tokenizer": False},
+        lambda folder: (folder / "sentencepiece.bpe.model").write_text("x"),
+        "cannot be loaded: .*pip install sentencepiece",
+    ),
+    "quantised": ({}, config(quantization_config={"quant_method": "gptq"}), r"source is quantised \(gptq\)"),
+    "quantised long ago": ({}, config(quantization_config={"load_in_8bit": True}), r"quantised \(bitsandbytes\)"),
+    "a reranker": (ST, lambda folder: edit_json(folder / ST_FILE, model_type="CrossEncoder"), "is a CrossEncoder"),
+    "an old reranker": ({}, config(sentence_transformers={"version": "4.0.1"}), "source is a CrossEncoder"),
+    "a router": begins_with("Router"),
+    "static embeddings": begins_with("StaticEmbedding"),
+    "no pooling": (ST, lambda folder: (folder / "1_Pooling/config.json").unlink(), "No such file.*1_Pooling/config"),
+    "a pointer": pointer("model.safetensors"),
+    "a pointer in place of bin": pointer("pytorch_model.bin", format="bin"),
+    "a pointer in place of the tokenizer": pointer("tokenizer.json"),
+    **{prefix: wrapped(prefix) for prefix in ("module", "_orig_mod", "0.auto_model", "base_model.model")},
+    "weights in a dict": (
+        BIN,
+        lambda folder: torch.save({"a": {}}, folder / "pytorch_model.bin"),
+        "no weights, but 'a",
+    ),
     "a module of its own code": (
         {},
         lambda folder: (folder / "modules.json").write_text('[{"path": "", "type": "user/other--custom.Module"}]'),
@@ -155,6 +202,23 @@ def test_spoiled_sources(case: str, tmp_path: Path) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         upcycle(str(folder), tmp_path / "out")
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_is_not_taken_from_a_source_is_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = dense_checkpoint(tmp_path / "source", "qwen3")
+    edit_json(folder / "config.json", auto_map={"AutoModel": "modeling_both.BothWays"})
+    plan_upcycling(str(folder), bidirectional=True)
+    for settings in ({"is_causal": False}, {"use_bidirectional_attention": True}):
+        copy = shutil.copytree(folder, tmp_path / next(iter(settings)))
+        edit_json(copy / "config.json", **settings)
+        plan_upcycling(str(copy))
+    assert not caplog.records
+    plan_upcycling(str(folder))
+    assert re.search("modeling_both.BothWays, is not run.*pass `--bidirectional`", caplog.text)
+    (folder / "retrieval").mkdir()
+    (folder / "retrieval" / "adapter_config.json").touch()
+    open_dense(str(folder))
+    assert re.search("The adapters in .* are not taken: retrieval", caplog.messages[-1])
 
 
 @pytest.mark.parametrize("name", ["absent", "no body/at-all", "nobody/at-all", "../absent"])

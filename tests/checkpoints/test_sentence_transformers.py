@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from sentence_transformers import SentenceTransformer
 
 from mote import plan_upcycling, upcycle
 from mote.checkpoints.sentence_transformers import POOLING_NAMES
+from mote.checkpoints.st_settings import Retrieval, first_module, write_retrieval
 from mote.cli import main
 from mote.remote.modeling_mote import MoTEModel
 
@@ -134,8 +136,23 @@ def test_a_module_outside_of_the_source_is_not_copied(tmp_path: Path) -> None:
     for path in ("../secret", "1_Pooling/../../secret", str(tmp_path / "secret"), "", "."):
         modules[1]["path"] = path
         (source / "modules.json").write_text(json.dumps(modules))
-        with pytest.raises(ValueError, match=r"leads out of the modules of .*source"):
-            upcycle(str(source), tmp_path / "out")
+        for change in (partial(upcycle, str(source), tmp_path / "out"), partial(write_retrieval, source, Retrieval())):
+            with pytest.raises(ValueError, match=r"leads out of the modules of .*source"):
+                change()
+    assert (tmp_path / "secret").is_dir()
+    assert first_module("evil.InstructedTransformer", included=True) == "evil.InstructedTransformer"  # not ours
+
+
+def test_a_network_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    folder = dense_checkpoint(tmp_path / "source", sentence_transformers={"max_seq_length": 7, "normalize": True})
+    (folder / "0_Transformer").mkdir()
+    for path in [path for pattern in ("model.*", "tok*", "*bert*", "config.json") for path in folder.glob(pattern)]:
+        path.rename(folder / "0_Transformer" / path.name)
+    first, *others = read_json(folder / "modules.json")
+    (folder / "modules.json").write_text(json.dumps([{**first, "path": "0_Transformer"}, *others]))
+    mote = trusted(upcycle(str(folder), tmp_path / "out"))
+    assert mote.max_seq_length == 7
+    assert np.array_equal(mote.encode([LONG], task="clustering"), SentenceTransformer(str(folder)).encode([LONG]))
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "distilbert"])

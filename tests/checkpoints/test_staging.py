@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Barrier
 
 import pytest
-from helpers.checkpoints import contents, files_in
+from helpers.checkpoints import contents, edit_json, files_in, read_json
 
 from mote import files
 from mote.checkpoints.provenance import new_step, read_steps, write_steps
@@ -168,6 +168,8 @@ def clone(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("in_place", [False, True])
 def test_files_of_others_are_kept(in_place: bool, clone: Path) -> None:
     """Also those named like a model's; a change in place keeps all but weights and code."""
+    (clone / ".writing-config.json").touch()  # by a `save_pretrained` that was killed
+    edit_json(clone / "mote.json", files=[*read_json(clone / "mote.json")["files"], ".git/HEAD"])
     names = {"model_before_training.safetensors", "my_mote.py", "2024_results/scores.csv", "onnx/notes.txt"}
     for name in names:
         (clone / name).parent.mkdir(exist_ok=True)

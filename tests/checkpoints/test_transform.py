@@ -10,7 +10,8 @@ import torch
 from helpers.checkpoints import contents, dense_checkpoint, e5_checkpoint, edit_json, files_in, read_json
 from sentence_transformers import SentenceTransformer
 
-from mote import UpcyclingOptions, WriteOptions, experts, transform, upcycle
+from mote import UpcyclingOptions, WriteOptions, configure, experts, transform, upcycle
+from mote.checkpoints import reading
 from mote.checkpoints.provenance import read_steps
 from mote.checkpoints.transform import Verb
 from mote.remote.modeling_mote import MoTEModel
@@ -34,6 +35,22 @@ def scale(model: Any, factor: float, *, experts: list[str] | None = None) -> Non
 @Verb("export", "the expert `{name}` of", options={"name": "expert"}, loads="name")
 def take_out(model: Any, name: str) -> Any:
     return experts.export(model, name)
+
+
+def test_a_change_by_another_process_while_the_model_is_opened(
+    mote: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, find = shutil.copytree(mote, tmp_path / "mote"), reading.find_files
+
+    def find_later(*args: Any, **settings: Any) -> list[str]:
+        monkeypatch.setattr(reading, "find_files", find)
+        configure(place, default_task="a")
+        return find(*args, **settings)
+
+    monkeypatch.setattr(reading, "find_files", find_later)
+    with pytest.raises(ValueError, match="was changed by another process in the meantime"):
+        configure(place, default_task="b")
+    assert read_json(place / "config.json")["default_task"] == "a"
 
 
 def test_a_model_is_changed_and_recorded(mote: Path, tmp_path: Path) -> None:

@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sentence_transformers
 import torch
 from helpers.checkpoints import contents, dense_checkpoint, edit_weights, read_json, to_bin, trusted
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import MultiVectorEncoder, SentenceTransformer
 
-from mote import WriteOptions, upcycle
+from mote import WriteOptions, transform, upcycle
 from mote.checkpoints.provenance import new_step, read_steps
 from mote.checkpoints.reading import open_checkpoint
 from mote.checkpoints.writing import Repository
 from mote.cli import main
+from mote.experts import export
 from mote.remote.sentence_transformer_mote import MoTETransformer
 
 
@@ -60,6 +62,30 @@ def test_the_recorded_command_makes_the_same_model(
     assert main(command[1:]) == 0
     first, second = (contents(folder) | {"mote.json": b""} for folder in (tmp_path / "first", out))
     assert first == second
+
+
+SETTINGS = {
+    "SentenceTransformer": [{}, {"instructions": False}, {"routing": "token"}],
+    "SparseEncoder": [{"retrieval": "sparse"}, {"retrieval": "hybrid"}],
+    "MultiVectorEncoder": [{}],
+}
+
+
+@pytest.mark.parametrize(("encoder", "settings"), [(name, one) for name in SETTINGS for one in SETTINGS[name]])
+def test_the_line_that_says_how_to_load_a_model_runs(
+    encoder: str, settings: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mote")
+    source = dense_checkpoint(tmp_path / "source", head="mlm" if encoder == "SparseEncoder" else None)
+    if encoder == "MultiVectorEncoder":
+        MultiVectorEncoder(str(source)).save(str(source))
+    folders = [upcycle(str(source), tmp_path / "out", **settings)]
+    if "retrieval" not in settings and "routing" not in settings:
+        folders.append(transform(folders[0], tmp_path / "dense", export, "clustering"))
+    for folder in folders:
+        line = next(line for line in caplog.messages if line.startswith(f'{encoder}("{folder}"'))
+        assert len(eval(line, {**vars(sentence_transformers), "texts": ["a", "b"]})) == 2
+        assert f"import {encoder}\n" in (folder / "README.md").read_text()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

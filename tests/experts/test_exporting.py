@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from helpers.checkpoints import files_in, read_json, tiny_tokenizer, trusted
+from helpers.checkpoints import edit_json, files_in, read_json, tiny_tokenizer, trusted
 from helpers.families import all_families, batch, trained_mote
 from helpers.kills import stop_everywhere
 from helpers.on_disk import export
@@ -33,15 +33,20 @@ def run(source: Path, out: Path, *options: str, expert: str = "clustering") -> i
 def test_the_folder_loads_without_code_and_is_exact(name: str, tmp_path: Path) -> None:
     mote = trained_mote(name)
     mote.save_pretrained(tiny_tokenizer(tmp_path / "mote"))
+    config, attention = tmp_path / "mote" / "config.json", mote.backbone.config._attn_implementation
+    asked = {"output_attentions": True, "return_dict": False}  # as a source's config may
+    edit_json(config, backbone_config={**read_json(config)["backbone_config"], **asked})
+    mote = MoTEModel.from_pretrained(config.parent, attn_implementation=attention).eval()
     for expert in ("alpha", "beta"):
         out = export(tmp_path / "mote", tmp_path / expert, expert=expert)
         assert not [file for file in files_in(out) if file.endswith(".py")]
         assert "auto_map" not in read_json(out / "config.json")
-        dense = AutoModel.from_pretrained(out, attn_implementation=mote.backbone.config._attn_implementation).eval()
+        dense = AutoModel.from_pretrained(out, attn_implementation=attention).eval()
         assert type(dense).__module__.startswith("transformers.")
         with torch.no_grad():
             expected = mote(**batch(), task=expert).last_hidden_state
-            assert dense(**batch()).last_hidden_state.equal(expected)
+            assert dense(**batch(), return_dict=True).last_hidden_state.equal(expected)
+            assert mote(**batch(), task=expert, return_dict=False)[0].equal(expected)
 
 
 def test_a_token_routed_expert(trained_hierarchical: Path, token_routed: Path, tmp_path: Path) -> None:
