@@ -180,11 +180,7 @@ SPOILED: dict[str, Case] = {
     "a pointer in place of bin": pointer("pytorch_model.bin", format="bin"),
     "a pointer in place of the tokenizer": pointer("tokenizer.json"),
     **{prefix: wrapped(prefix) for prefix in ("module", "_orig_mod", "0.auto_model", "base_model.model")},
-    "weights in a dict": (
-        BIN,
-        lambda folder: torch.save({"a": {}}, folder / "pytorch_model.bin"),
-        "no weights, but 'a",
-    ),
+    "weights in a dict": (BIN, lambda folder: torch.save({"a": {}}, folder / "pytorch_model.bin"), "no weights"),
     "a module of its own code": (
         {},
         lambda folder: (folder / "modules.json").write_text('[{"path": "", "type": "user/other--custom.Module"}]'),
