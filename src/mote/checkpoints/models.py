@@ -155,7 +155,7 @@ def load_tokenizer(checkpoint: Checkpoint, tokenizer: str | None = None) -> Any:
         raise ValueError(f"The tokenizer {name} for {checkpoint.name} cannot be loaded: {message}{remedy}") from error
     size = checkpoint.config.vocab_size
     without = [token for token, number in added.items() if number >= size]
-    invented = loaded.get_vocab().keys() <= added.keys()  # by the library, where the files have no vocabulary
+    invented = lacks_vocabulary(loaded)
     if invented or loaded.vocab_size > size or any(getattr(loaded, role) in without for role in _ROLES):
         more = f"has {len(loaded)} tokens, but {checkpoint.name} has embeddings for {size} only"
         raise ValueError(
@@ -166,6 +166,11 @@ def load_tokenizer(checkpoint: Checkpoint, tokenizer: str | None = None) -> Any:
     for name in ("auto_map", "is_local", "local_files_only"):  # code of the source, and where it was
         loaded.init_kwargs.pop(name, None)
     return loaded
+
+
+def lacks_vocabulary(tokenizer: Any) -> bool:
+    """Whether a tokenizer has only special tokens, which the library makes up where the files have no vocabulary."""
+    return bool(tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys())
 
 
 @contextmanager

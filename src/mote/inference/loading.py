@@ -146,11 +146,13 @@ def _load(
 
 
 def require_all_weights(encoder: "SentenceTransformer | SparseEncoder", path: str | os.PathLike) -> None:
-    """Check that none of a loaded model's weights are random because its checkpoint lacks them.
+    """Check that none of a loaded model's weights are random, nor its tokenizer empty, because the files lack them.
 
     Transformers initialises such weights and only logs it. It marks those that it has loaded.
     """
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from mote.checkpoints.models import lacks_vocabulary
 
     networks: list[Any] = [getattr(module, "model", None) for module in encoder]
     missing = [
@@ -161,10 +163,13 @@ def require_all_weights(encoder: "SentenceTransformer | SparseEncoder", path: st
         for name, weight in network.named_parameters()
         if not getattr(weight, "_is_hf_initialized", False) and "pooler." not in name
     ]
+    tokenizer = getattr(encoder[0], "tokenizer", None)
+    if isinstance(tokenizer, PreTrainedTokenizerBase) and lacks_vocabulary(tokenizer):
+        missing = ["the vocabulary of its tokenizer"]
     if missing:
         shown = ", ".join(sorted(missing)[:3]) + (" …" if len(missing) > 3 else "")
         raise ValueError(
-            f"{path} lacks weights that its config requires, and random ones would replace them: {shown}. "
+            f"{path} lacks weights or a vocabulary, and the library would make them up: {shown}. "
             "Load the files as they were saved together, in a format that the installed transformers reads"
         )
 
