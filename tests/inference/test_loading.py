@@ -26,7 +26,7 @@ def test_weights_that_are_missing_or_of_another_shape(tmp_path: Path) -> None:
     folder = without(dense_checkpoint(tmp_path / "dense"), "pooler")
     mote.load_encoder(folder)  # a pooler may be missing
     tokenizer = (folder / "tokenizer.json").rename(tmp_path / "tokenizer.json")
-    with pytest.raises(ValueError, match="dense lacks weights or .*: the vocabulary of its tokenizer"):
+    with pytest.raises(ValueError, match=r"dense lacks weights or .*: the vocabulary of its tokenizer"):
         mote.load_encoder(folder)
     tokenizer.rename(folder / "tokenizer.json")
     without(folder, "layer.1.output.dense")
