@@ -1,5 +1,7 @@
 """Sentence-Transformers' files of a model: its modules, which vectors it gives, whether it pools its instructions."""
 
+import json
+import re
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -234,6 +236,19 @@ def wanted_retrieval(
     default = own.sparse_from if own.kind != "dense" else "embeddings" if kind == "hybrid" else "head"
     kept = own.max_active_dims if max_active_dims is None else max_active_dims
     return Retrieval(kind, sparse_from or default, kept, own.weight if weight is None else weight)
+
+
+def code_of_others(folder: Path) -> list[str]:
+    """Name the classes that a model's files refer to, and that neither this package nor Sentence-Transformers has."""
+    maps = [read_json(file).get("auto_map") for file in folder.rglob("*config.json")]
+    named = [module.type for module in Pipeline.read(folder).modules] + re.findall(r'"([^"]*\.[^"]*)"', json.dumps(maps))
+    return sorted({name for name in named if not name.startswith("sentence_transformers.") and not Module(name, "").code})
+
+
+def copy_code(folder: Path) -> None:
+    """Copy all code of saved models into a folder."""
+    for file in Path(remote.__file__).parent.glob("*_mote.py"):
+        shutil.copy(file, folder)
 
 
 def retrieval_in(folder: Path) -> Retrieval:

@@ -17,6 +17,8 @@ from mote.checkpoints.models import load_dense, load_tokenizer, positions_of
 from mote.checkpoints.reading import TOKEN_ROUTED, Checkpoint, has_head, is_mote, open_checkpoint
 from mote.checkpoints.st_settings import (
     Retrieval,
+    code_of_others,
+    copy_code,
     instruction_pooling_in,
     retrieval_in,
     wanted_retrieval,
@@ -69,6 +71,12 @@ def _conflicts(recipe: Recipe, source: Checkpoint, names: MoTEConfig) -> Iterato
     """Name settings of the recipe that do not go with its source."""
     settings, training, peft = recipe.model, recipe.training, recipe.training.peft
     upcycled = not is_mote(source.config)
+    runs_code = not upcycled or (settings.kind == "dense" and instruction_pooling_in(source.folder) != "included")
+    if runs_code and not settings.trust_remote_code and (others := code_of_others(source.folder)):
+        yield (
+            f"{source.name} has code that is not this package's ({', '.join(others)}): read it, then set "
+            "model.trust_remote_code=true"
+        )
     if not upcycled and not settings.instructions and any(map(names.instruction_of, names.tasks)):
         yield f"model.instructions is false, but {source.name} has instructions: remove them first (`mote set`)"
     if not upcycled and retrieval_of(recipe, source).needs_head and not has_head(source.config):
@@ -180,8 +188,6 @@ def matching_config(settings: ModelSettings, source: Checkpoint) -> MoTEConfig:
         "instructions": {**config.instructions, **settings.instruction_texts, **defined},
         "bidirectional": settings.bidirectional or None,
     }
-    if not source.is_local and not settings.trust_remote_code:
-        raise ValueError(f"{source.name} comes with code of its own: read it, then set model.trust_remote_code=true")
     if wrong := [f"model.{name}" for name, value in wanted.items() if value not in (None, own[name])]:
         raise ValueError(
             f"{source.name} is already a MoTE, and differs from the recipe in {', '.join(wrong)}. It is of the kind "
@@ -264,8 +270,12 @@ def _dense_model(recipe: Recipe, source: Checkpoint, folder: Path, names: MoTECo
     settings = recipe.model
     with processes().main_process_first():
         native = native_folder(source, folder / "native", settings.bidirectional)
-    own = instruction_pooling_in(native)
-    trusted = settings.trust_remote_code or (source.is_local and own != "included")  # which our own code does
+    own, trusted = instruction_pooling_in(native), settings.trust_remote_code
+    if own != "included" and not trusted:  # which our own code does
+        with processes().main_process_first():
+            if not (folder / "ours").exists():
+                _link(native, folder / "ours", trusted)
+        native, trusted = folder / "ours", True
     model = SentenceTransformer(str(native), trust_remote_code=trusted, **_loading(settings))
     require_all_weights(model, str(native))
     model.prompts = {**st.prompts_of(names)}
@@ -292,13 +302,13 @@ def _mote_folder(recipe: Recipe, source: Checkpoint, folder: Path) -> Path:
     """Return the folder of a MoTE as the recipe describes it: the source's own, or `folder`, which is then written."""
     retrieval, pooled = retrieval_of(recipe, source), recipe.model.instruction_pooling
     as_source = retrieval == retrieval_in(source.folder) and pooled in (None, instruction_pooling_in(source.folder))
-    if is_mote(source.config) and as_source:
+    if is_mote(source.config) and as_source and recipe.model.trust_remote_code:
         return source.folder
     with processes().main_process_first(), quieted("mote", level=logging.WARNING):  # without upcycling's progress
         if folder.exists():
             return folder
         if is_mote(source.config):
-            _link(source.folder, folder)
+            _link(source.folder, folder, recipe.model.trust_remote_code)
         else:
             upcycle(source, folder, upcycling_options(recipe.model, recipe.retrieval))
         if retrieval != retrieval_in(folder):  # upcycling does not take the weight of a hybrid score
@@ -317,7 +327,7 @@ def native_folder(source: Checkpoint, folder: Path, bidirectional: bool = False)
     if bidirectional or is_bidirectional(source.config):
         config = make_bidirectional(source.config, source.name)
         if not folder.exists():
-            _link(source.folder, folder)
+            _link(source.folder, folder, trusted=True)
             (folder / "config.json").unlink()
             config.save_pretrained(folder)
         return folder
@@ -334,13 +344,15 @@ def native_folder(source: Checkpoint, folder: Path, bidirectional: bool = False)
     return folder
 
 
-def _link(source: Path, folder: Path) -> None:
-    """Copy a model's folder with links in place of files, which takes no space."""
+def _link(source: Path, folder: Path, trusted: bool) -> None:
+    """Copy a model's folder with links in place of files, which takes no space; unless trusted, with our code."""
     for path in source.rglob("*"):  # `copytree` would also copy that a folder cannot be written
-        if path.is_file():
+        if path.is_file() and (trusted or path.suffix != ".py"):
             link = folder / path.relative_to(source)
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(path.resolve())
+    if not trusted:
+        copy_code(folder)
 
 
 def set_dropout(model: nn.Module, probability: float) -> None:

@@ -33,7 +33,7 @@ class ModelSettings(MoTESettings):
         source: Dense checkpoint or MoTE: a folder, or an id on the Hub.
         kind: `mote` (an expert per task), `token_routed` (the same experts, routed token by token), or `dense`.
         revision: Branch, tag or commit of a source on the Hub.
-        trust_remote_code: Whether to run the code that comes with a MoTE from the Hub.
+        trust_remote_code: Whether to run the source's code, also a folder's; a MoTE runs the installed code without it.
         max_length: Maximum length of a text in tokens. Default: the source's.
         attention: Attention implementation, by its name in transformers. Default: transformers' choice.
         dropout: Dropout probability of hidden states and of attention in training. Default: the source's.
