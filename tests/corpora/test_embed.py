@@ -20,7 +20,7 @@ from sentence_transformers import SentenceTransformer
 
 import mote
 from mote.cli import main
-from mote.corpora import engines
+from mote.corpora import engines, record
 from mote.corpora.embed import read_embeddings
 from mote.corpora.encoder import Encoder
 from mote.corpora.options import CorpusOptions
@@ -193,7 +193,7 @@ def test_an_interrupt_elsewhere(
         assert contents(corpus.parent / "out") == contents(embed(model, corpus, "whole"))
 
 
-def test_other_embeddings_are_refused_or_replaced(model: Path, corpus: Path) -> None:
+def test_other_embeddings_are_refused_or_replaced(model: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = embed(model, corpus)
     with lock(out / ".lock"), pytest.raises(OSError, match="out is in use by process"):
         embed(model, corpus)
@@ -202,7 +202,20 @@ def test_other_embeddings_are_refused_or_replaced(model: Path, corpus: Path) -> 
     write_rows(corpus, [{"_id": "x", "text": "another"}])
     with pytest.raises(ValueError, match="differs in texts: "):
         embed(model, corpus)
-    embed(model, corpus, overwrite=True)
+    whole = contents(out)
+    with pytest.raises(ValueError, match="nonsense"):
+        embed(model, corpus, task="nonsense", overwrite=True)
+    assert contents(out) == whole
+    for place, name, at in (
+        (engines, "write_shard", lambda *_: True),
+        (record, "write_json", lambda path, _: path == out / "manifest.json"),
+    ):
+        with monkeypatch.context() as patched:
+            interrupted(patched, place, name, at, KeyboardInterrupt())
+            with pytest.raises(KeyboardInterrupt):
+                embed(model, corpus, overwrite=True)
+        assert name == "write_json" or contents(out).items() >= whole.items()
+    embed(model, corpus)  # ends what was interrupted while it took the place
     assert read_embeddings(out)[0] == ["x"]
     assert sorted(path.name for path in out.iterdir()) == ["manifest.json", "shard-00000.parquet"]
 
@@ -222,6 +235,7 @@ def test_a_damaged_shard_is_made_again(model: Path, corpus: Path) -> None:
         ("shard-00000.parquet", "mine", "holds other files, or another run"),
         ("manifest.json", "{", "is not valid JSON"),
         ("manifest.json", '{"files": {"notes.txt": {}}}', "another run, which differs in format"),
+        ("manifest.json", '{"command": "embed", "files": {"../corpus.jsonl.gz": {}}}', "manifest.json is damaged"),
     ],
 )
 def test_what_others_left_is_not_touched(name: str, text: str, message: str, model: Path, corpus: Path) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from mote.corpora.encoder import Encoder
 from mote.corpora.engines import Job, read_shard, run
 from mote.corpora.options import EmbedOptions
-from mote.corpora.record import open_record
+from mote.corpora.record import Record, open_record
 from mote.data.columns import LABEL, STRING, check_value
 from mote.data.rows import find_datasets, read_rows
 from mote.data.settings import DatasetSource
@@ -73,12 +73,11 @@ def embed_corpus(
             texts, digest = write_texts(texts_file, read_texts(files, chosen))
             identity = {"model": encoder.identity, "texts": {"rows": len(texts), "sha256": digest}, **chosen.own()}
             record.start({"command": "embed", **identity}, chosen.overwrite)
-            job = Job(texts, folder, chosen.task, chosen.prompt, chosen.dtype, chosen.shard_size)
+            job = Job(texts, record.folder, chosen.task, chosen.prompt, chosen.dtype, chosen.shard_size)
             missing = [number for number in range(len(job)) if not record.is_finished(job.file(number).name)]
             record.update(source=encoder.source, complete=not missing)
             for number in run(job, missing, encoder):
                 record.add(job.file(number).name, rows=job.rows(number))
-            record.update(complete=True)
         finally:
             texts_file.unlink(missing_ok=True)
     logger.info("All %s texts are embedded in %s", f"{len(texts):,}", folder)
@@ -102,10 +101,11 @@ def read_embeddings(folder: str | Path) -> tuple[list[str], Iterator[np.ndarray]
     from pyarrow import parquet
 
     folder = Path(folder)
-    manifest = read_json(folder / RECORD)
-    if not manifest["complete"]:
+    read_json(folder / RECORD)  # an error if there is none
+    record = Record(folder / RECORD)
+    if not record.content.get("complete"):
         raise ValueError(f"The embeddings in {folder} are incomplete: run the same command again to resume")
-    files = [folder / name for name in manifest["files"]]
+    files = [folder / name for name in record.finished]
     tables = (parquet.read_table(file, columns=["id"], partitioning=None) for file in files)
     ids = [name for table in tables for name in table["id"].to_pylist()]
     return ids, map(read_shard, files)

@@ -17,15 +17,31 @@ from mote.reporting import HOW_TO_RESUME
 FORMAT = 4
 """Version of the records; a run in another format is never resumed."""
 
+NEW = ".mote-new"
+"""Folder of a run that replaces another one, until it is complete."""
+
 
 class Record:
     """The record of a folder, while this process is its only writer: the identity of the run, and finished files."""
 
     def __init__(self, file: Path) -> None:
         self.folder, self.file = file.parent, file
-        self.work = file.parent / ".work"  # what the run needs until it is complete
         self.content: dict[str, Any] = read_json(file, missing_ok=True)
         self.started = False
+        files = self.content.get("files", {})
+        is_ours = isinstance(files, dict) and all(
+            isinstance(entry, dict) and (self.folder / name).resolve().is_relative_to(self.folder.resolve())
+            for name, entry in files.items()
+        )
+        if not is_ours:
+            raise ValueError(
+                f"{file} is damaged: its `files` are not files in this folder with their hashes. Remove it"
+            )
+
+    @property
+    def work(self) -> Path:
+        """Folder for what the run needs until it is complete."""
+        return self.folder / ".work"
 
     @property
     def finished(self) -> dict[str, dict[str, Any]]:
@@ -33,14 +49,19 @@ class Record:
         return self.content.get("files", {})
 
     def start(self, identity: dict[str, Any], overwrite: bool) -> None:
-        """Start a run, or resume it; its identity is the `command`, and everything else that determines the results."""
+        """Start a run, or resume it; its identity is the `command`, and everything else that determines the results.
+
+        A run that overwrites another one writes into a folder of its own until it is complete.
+        """
         identity = json.loads(json.dumps({"format": FORMAT, **identity}))
         new = not self.content and all(path.name.startswith(".") for path in self.folder.iterdir())
         if overwrite and self.content.get("command") == identity["command"]:
-            for name in self.finished:
-                (self.folder / name).unlink(missing_ok=True)
-            shutil.rmtree(self.work, ignore_errors=True)
-            new = True
+            self.folder = self.folder / NEW
+            self.file = self.folder / self.file.name
+            self.content = read_json(self.file, missing_ok=True)
+            new = any(self.content.get(key) != value for key, value in identity.items())
+            if new:
+                shutil.rmtree(self.folder, ignore_errors=True)
         if new:
             self.content = {**identity, "files": {}}
         different = []
@@ -69,7 +90,21 @@ class Record:
     def is_finished(self, name: str) -> bool:
         """Whether a file is finished, and unchanged since."""
         path, entry = self.folder / name, self.finished.get(name)
-        return entry is not None and path.is_file() and sha256_of(path) == entry["sha256"]
+        return entry is not None and path.is_file() and sha256_of(path) == entry.get("sha256")
+
+    def take_place(self) -> None:
+        """Let a complete run that overwrites another one take its place; the next run here ends it after a kill."""
+        out = self.folder.parent
+        for name in Record(out / self.file.name).finished:
+            (out / name).unlink(missing_ok=True)
+        (out / self.file.name).unlink(missing_ok=True)  # no record rather than one of files that are not there
+        for path in (self.folder / name for name in self.finished):
+            if path.is_file():
+                (target := out / path.relative_to(self.folder)).parent.mkdir(parents=True, exist_ok=True)
+                path.replace(target)
+        write_json(out / self.file.name, self.content)
+        shutil.rmtree(self.folder)
+        self.folder, self.file = out, out / self.file.name
 
 
 @contextmanager
@@ -77,13 +112,20 @@ def open_record(folder: Path, name: str) -> Iterator[Record]:
     """Hold the lock of a folder and its record; a new folder is removed again if nothing is finished in it."""
     with lock(folder / ".lock"):
         remove_leftovers(folder)
+        new = Record(folder / NEW / name)
+        if new.content.get("complete"):
+            new.take_place()
         record = Record(folder / name)
         try:
             yield record
+            record.update(complete=True)
             shutil.rmtree(record.work, ignore_errors=True)
+            if record.folder != folder:
+                record.take_place()
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"what is finished is kept in {folder}, and {HOW_TO_RESUME}") from None
         finally:
-            if record.started and not record.finished and not any([*folder.rglob("shard-*"), *folder.rglob("block-*")]):
-                shutil.rmtree(record.work, ignore_errors=True)
+            place = record.folder
+            if record.started and not record.finished and not any([*place.rglob("shard-*"), *place.rglob("block-*")]):
+                shutil.rmtree(record.work if place == folder else place, ignore_errors=True)
                 record.file.unlink(missing_ok=True)
