@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import dense_checkpoint, published_nomic, trusted
+from helpers.checkpoints import dense_checkpoint, edit_json, published_nomic, trusted
 from helpers.runs import overrides
 
 from mote import upcycle
 from mote.checkpoints.models import load_dense, positions_of
 from mote.checkpoints.plain import learned_positions
 from mote.checkpoints.reading import open_checkpoint, open_dense
+from mote.checkpoints.st_settings import write_instruction_pooling
 from mote.training.losses import LoadBalancedLoss
 from mote.training.model import build_model, names_of
 from mote.training.recipe import load_recipe
@@ -65,6 +66,25 @@ def test_sources_that_do_not_suit_the_recipe(request: pytest.FixtureRequest) -> 
         folder = request.getfixturevalue(source)
         with pytest.raises(ValueError, match=message):
             names_of(load_recipe(recipe, [f"model.source={folder}", *more]), open_checkpoint(str(folder)))
+
+
+@pytest.mark.parametrize(("recipe", "kind"), [("mote", "included"), ("mote", "excluded"), ("ic", "excluded")])
+def test_code_of_a_folder_runs_only_if_it_is_trusted(recipe: str, kind: str, tmp_path: Path) -> None:
+    source = dense_checkpoint(tmp_path / "source", sentence_transformers={"normalize": True})
+    if recipe == "ic":
+        write_instruction_pooling(source, kind)
+    else:
+        source = upcycle(str(source), tmp_path / "mote", instruction_pooling=kind)
+    for file in source.glob("*.py"):
+        file.write_text("raise RuntimeError('code of the folder')")
+    settings = [f"model.source={source}"]
+    trusting = load_recipe(recipe, [*settings, "model.trust_remote_code=true"])
+    build_model(load_recipe(recipe, settings), open_checkpoint(str(source)), tmp_path)
+    with pytest.raises(RuntimeError, match="code of the folder"):
+        build_model(trusting, open_checkpoint(str(source)), tmp_path / "trusting")
+    edit_json(source / "tokenizer_config.json", auto_map={"AutoTokenizer": ["user/evil--own.Tokenizer", None]})
+    with pytest.raises(ValueError, match=r"not this package's \(user/evil--own.Tokenizer\): .*trust_remote_code=true"):
+        names_of(load_recipe(recipe, settings), open_checkpoint(str(source)))
 
 
 @pytest.mark.parametrize("name", ["ic", "mote"])

@@ -89,12 +89,17 @@ def begun(folder: RunFolder, *settings: str, identity: dict[str, Any] | None = N
 
 
 def test_an_interrupted_overwrite_is_resumed(tmp_path: Path) -> None:
-    """A checkpoint next to a finished model belongs to a run that was to replace it."""
+    """A checkpoint next to a finished model belongs to a run that was to replace it; also before the first one."""
     folder, recipe = RunFolder(tmp_path), load_recipe("smoke", [f"output={tmp_path}"])
     folder.begin(recipe, {}, None)
     folder.model.mkdir()
+    folder.remove_checkpoints()
     with pytest.raises(FileExistsError, match="holds a finished run"):
         folder.open(recipe, overwrite=False)
+    shutil.rmtree(begun(folder))
+    assert folder.open(recipe, overwrite=False) is None
+    with pytest.raises(ValueError, match="The settings differ"):
+        folder.open(load_recipe("ic"), overwrite=False)
     checkpoint = begun(folder)
     assert folder.open(recipe, overwrite=False) == checkpoint
     assert folder.open(recipe, overwrite=True) is None
@@ -144,6 +149,11 @@ def test_an_output_that_cannot_be_written(output: str, settings: list[str]) -> N
         train("ic", [*settings, f"output={output}", "model.source=/nowhere"])
 
 
+def flip_last_byte(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
 @pytest.mark.long
 def test_a_checkpoint_that_was_cut_short_is_not_used(
     tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -151,6 +161,11 @@ def test_a_checkpoint_that_was_cut_short_is_not_used(
     settings = overrides(tiny, data, tmp_path / "run", "training.max_steps=4")
     break_off(settings, monkeypatch, at=4)
     checkpoints = tmp_path / "run" / "checkpoints"
+    optimizer = checkpoints / "checkpoint-3" / "optimizer.pt"
+    for name, damage in (("scheduler.pt", Path.unlink), (optimizer.name, flip_last_byte)):
+        damage(optimizer.with_name(name))
+        with pytest.raises(ValueError, match=f"checkpoint-3/{name} is missing or damaged: remove .*checkpoint-3, to "):
+            train("mote", settings)
     (checkpoints / "checkpoint-3" / "checkpoint.json").unlink()
     (checkpoints / "checkpoint-3" / "model.safetensors").write_bytes(b"cut")
     record = train_step(train("mote", settings))

@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from mote.files import write_json
 from mote.training.processes import processes, summed
 from mote.training.recipe import RetrievalSettings
-from mote.training.run_folder import CHECKPOINT_FILE
+from mote.training.run_folder import CHECKPOINT_FILE, hashes_of
 
 LOSS_FILE = "loss.pt"
 
@@ -145,7 +145,7 @@ class RunCallback(TrainerCallback):
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             own = {name: loss.own_parameters() for name, loss in self.losses.items()}
             torch.save({name: weights for name, weights in own.items() if weights}, folder / LOSS_FILE)
-            write_json(folder / CHECKPOINT_FILE, asdict(self.tracker))
+            write_json(folder / CHECKPOINT_FILE, {**asdict(self.tracker), "files": hashes_of(folder)})
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Record the total duration, and check the trained weights."""

@@ -19,13 +19,12 @@ from mote.checkpoints.options import WriteOptions
 from mote.checkpoints.provenance import command_line, new_step
 from mote.checkpoints.reading import Checkpoint, is_mote, open_checkpoint
 from mote.checkpoints.writing import Repository
-from mote.files import lock, read_json
+from mote.files import lock
 from mote.reporting import table
 from mote.training.processes import processes
 from mote.training.progress import Tracker, draw_curves
 from mote.training.recipe import RunSettings, load_recipe
 from mote.training.run_folder import (
-    CHECKPOINT_FILE,
     CURVES_FILE,
     LOCK_FILE,
     RECIPE_FILE,
@@ -33,6 +32,7 @@ from mote.training.run_folder import (
     RunFolder,
     as_yaml,
     fixed_settings,
+    read_checkpoint,
     step_of,
 )
 
@@ -87,6 +87,7 @@ class Run(ABC):
         models = self.identify_models()
         if self.checkpoint is not None:
             self.folder.require_same(models=models)  # before another teacher embeds the texts
+            counts = read_checkpoint(self.checkpoint, check=state.is_main_process)
         self._load_model()
         with state.main_process_first():  # the others find teachers' embeddings in the cache
             logger.info("%s", self._describe_data())
@@ -98,7 +99,7 @@ class Run(ABC):
         }
         if self.checkpoint is not None:
             self.folder.require_same(**identity)
-            self.tracker = Tracker(**read_json(self.checkpoint / CHECKPOINT_FILE))
+            self.tracker = Tracker(**counts)
         if self.recipe.training.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.trainer = self._build_trainer()

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from mote.files import read_json, replaced, write_json
+from mote.files import read_json, replaced, sha256_of, write_json
 from mote.reporting import HOW_TO_RESUME
 from mote.settings import Settings
 from mote.training.recipe import RunSettings
@@ -17,6 +17,7 @@ RECIPE_FILE = "recipe.yaml"
 STATE_FILE = "trainer_state.json"  # of a finished run, with the trainer's log
 CURVES_FILE = "curves.png"
 CHECKPOINT_FILE = "checkpoint.json"  # written last: a checkpoint without it is incomplete
+FINISHED = "finished"  # key in the file of a run
 LOCK_FILE = ".lock"
 START_FOLDER = ".mote-start"  # the upcycled source, until it is in memory
 
@@ -72,6 +73,9 @@ class RunFolder:
         if checkpoint is not None:
             self.require_same(settings=fixed_settings(recipe))
         elif self.model.exists() and not overwrite:
+            if not read_json(self.path / RUN_FILE).get(FINISHED, True):  # `--overwrite` failed, the old model is left
+                self.require_same(settings=fixed_settings(recipe))
+                return None
             raise FileExistsError(
                 f"{self.path} holds a finished run: its model is in {self.model}. Choose another `output`, or "
                 "start over with `--overwrite`"
@@ -100,12 +104,13 @@ class RunFolder:
         `identity` is what determines the result, for `require_same`.
         """
         self._remove_after(-1 if checkpoint is None else step_of(checkpoint))
-        write_json(self.path / RUN_FILE, identity)
+        write_json(self.path / RUN_FILE, {**identity, FINISHED: False})
         with replaced(self.path / RECIPE_FILE) as file:
             file.write_text(as_yaml(recipe), encoding="utf-8")
 
     def remove_checkpoints(self) -> None:
         """Remove the checkpoints of a run whose model is written."""
+        write_json(self.path / RUN_FILE, {**read_json(self.path / RUN_FILE, missing_ok=True), FINISHED: True})
         self._remove_after(-1)
         shutil.rmtree(self.checkpoints / "eval", ignore_errors=True)  # which Sentence-Transformers makes
         with suppress(OSError):  # it does not exist, or holds something else
@@ -128,6 +133,24 @@ class RunFolder:
 def step_of(checkpoint: Path) -> int:
     """Return the step of a checkpoint."""
     return int(checkpoint.name.rpartition("-")[2])
+
+
+def hashes_of(checkpoint: Path) -> dict[str, str]:
+    """Hash the files of a checkpoint, all but the one that completes it."""
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != CHECKPOINT_FILE)
+    return {path.relative_to(checkpoint).as_posix(): sha256_of(path) for path in files}
+
+
+def read_checkpoint(checkpoint: Path, check: bool) -> dict[str, Any]:
+    """Return the counts of a checkpoint; with `check`, a missing or changed file is a `ValueError`."""
+    counts = read_json(checkpoint / CHECKPOINT_FILE)
+    expected, found = counts.pop("files", {}), hashes_of(checkpoint) if check else {}
+    if damaged := [name for name, digest in expected.items() if check and found.get(name) != digest]:
+        raise ValueError(
+            f"{checkpoint / damaged[0]} is missing or damaged: remove {checkpoint}, to resume from an earlier "
+            "checkpoint, or start over with `--overwrite`"
+        )
+    return counts
 
 
 def fixed_settings(recipe: RunSettings, given_only: bool = False) -> dict[str, Any]:

@@ -71,6 +71,7 @@ class TrainerSettings(Settings):
         "eval_strategy": "set training.eval_steps",
         "data_seed": "set training.seed",
         "output_dir": "set output",
+        "hub_token": "recipes are kept beside the model; log in with `hf auth login`, or set HF_TOKEN",
     }
     """Arguments of the trainer that the rest of the recipe determines → what to set instead."""
 
