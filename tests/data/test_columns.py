@@ -31,6 +31,7 @@ NEGATIVES = {"query": "a", "positive": "b", "negative_10": "d", "negative_2": "c
         ({"query": "x", "title": "a", "abstract": "b", "score": 1}, TITLED, "pairs", Example("a", ("b",))),
         ({"query": "a", "positive": ["b", "c"]}, {}, "pairs", Example("a", ("b", "c"))),
         ({"query": "a", "positive": "b", "negative": ["c", "d"]}, {}, "pairs", Example("a", ("b",), ("c", "d"))),
+        ({"query": "a", "pos": ["b"], "neg": ["c", "d"]}, {}, "pairs", Example("a", ("b",), ("c", "d"))),
         (NEGATIVES, {}, "pairs", Example("a", ("b",), ("c", "d"))),
         ({"query": "a", "positive": "b", "negative": [], "score": 1}, {}, "pairs", Example("a", ("b",))),
         ({"sentence1": "a", "sentence2": "b", "score": 3}, {}, "scored", Example("a", ("b",), label=3.0)),

@@ -146,11 +146,19 @@ def test_a_byte_order_mark_blank_lines_and_windows_lines(tmp_path: Path) -> None
     assert [row.content for row in read_files([tmp_path / "texts.txt"])] == [{"text": "one"}, {"text": "two"}]
 
 
+def test_lines_without_columns(tmp_path: Path) -> None:
+    """As public collections of pairs have them."""
+    (tmp_path / "train.jsonl").write_text('["a", "b"]\n["a", "b", "c"]\n{"set": ["a", "b", "c"]}\n{"set": ["a"]}\n')
+    pair = {"anchor": "a", "positive": "b"}
+    expected = [pair, {**pair, "negative": ["c"]}, {**pair, "positive": ["b", "c"]}, {"set": ["a"]}]
+    assert [row.content for row in read_files([tmp_path / "train.jsonl"])] == expected
+
+
 @pytest.mark.parametrize(
     ("file", "line", "fault"),
     [
         ("train.jsonl", b'{"query": "a", "posi', "invalid JSON (Unterminated string"),
-        ("train.jsonl", b'["a", "b"]', "expected a JSON object, got list"),
+        ("train.jsonl", b'["a"]', "expected a JSON object, got list"),
         ("train.jsonl", b'{"query": "\xff"}', "invalid JSON ('utf-8' codec can't decode"),
         ("texts.txt", "zwölf".encode("latin-1"), "not a text in UTF-8 ("),
         ("texts.txt", "two".encode("utf-16-le"), "not a text in UTF-8 (it has null characters"),

@@ -64,10 +64,26 @@ def test_pairs_of_zero_and_one(tmp_path: Path) -> None:
     assert only(load(tmp_path, "pair/tiny", task="p", settings={"loss": "CoSENTLoss"})).rows["label"][:] == [0, 1] * 2
 
 
+def entailment(*classes: int) -> Rows:
+    return [{"premise": f"a{i}", "hypothesis": f"b{i}", "label": label} for i, label in enumerate(classes)]
+
+
+def test_integers_may_be_classes(tmp_path: Path) -> None:
+    """Only if nothing says that they are scores."""
+    write(tmp_path, "pair/tiny", entailment(0, 1, 0, 1))
+    assert "as a class it may mean the opposite" in load(tmp_path, "pair/tiny", task="p").reports[0].notes[0]
+    write(tmp_path, "pair/tiny", entailment(0, 1, 2))
+    columns = {"sentence1": "premise", "sentence2": "hypothesis", "score": "label"}
+    graded = load(tmp_path, {"path": "pair/tiny", "columns": columns}, task="p", settings={"loss": "CoSENTLoss"})
+    assert only(graded).rows["label"][:] == [0, 0.5, 1]
+
+
 def test_rows_that_do_not_suit_the_loss(tmp_path: Path) -> None:
     for rows, loss, message in (
         (scored(0, 2.5), "InfoNCE", "has graded scores, but InfoNCE takes 0 and 1: set the loss CoSENTLoss"),
         ([{"query": "a"}], "InfoNCE", "InfoNCE takes rows of the type pairs or labelled or scored, got texts"),
+        (entailment(0, 1, 2), "InfoNCE", "integers in `label` may be classes"),
+        (entailment(0, 1, 2), "CoSENTLoss", "integers in `label` may be classes"),
         (labelled(x=2, y=2), "CoSENTLoss", "CoSENTLoss takes rows of the type scored, got labelled"),
     ):
         write(tmp_path, "any/tiny", rows)

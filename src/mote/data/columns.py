@@ -22,8 +22,8 @@ ROW_TYPES: dict[RowType, str] = {
 
 # Usual names of columns.
 ANCHORS = ("anchor", "query", "question", "sentence1", "sentence_1", "text1", "premise")
-POSITIVES = ("positive", "document", "answer", "passage", "sentence2", "sentence_2", "text2", "hypothesis")
-NEGATIVES = re.compile(r"negatives?|negative_?(\d+)")
+POSITIVES = ("positive", "document", "answer", "passage", "sentence2", "sentence_2", "text2", "hypothesis", "pos")
+NEGATIVES = re.compile(r"neg|negatives?|negative_?(\d+)")
 TEXTS = ("text", "sentence")
 SCORES = ("score", "similarity", "similarity_score", "label")
 

@@ -94,12 +94,22 @@ def _parse(where: str, line: bytes, plain: bool) -> Row | None:
             return None
         if "\0" in text:
             raise ValueError("it has null characters, as texts in UTF-16 have")
-        content = {"text": text} if plain else json.loads(text)
+        content = {"text": text} if plain else _with_columns(json.loads(text))
     except ValueError as error:
         return Row(where, {}, f"not a text in UTF-8 ({error})" if plain else f"invalid JSON ({error})")
     if not isinstance(content, dict):
         return Row(where, {}, f"expected a JSON object, got {type(content).__name__}")
     return Row(where, content)
+
+
+def _with_columns(content: Any) -> Any:
+    """Name the texts of a line that has no columns, as in public collections of pairs: `["a", "b"]`, `{"set": […]}`."""
+    in_set = isinstance(content, dict) and content.keys() == {"set"}
+    texts = content["set"] if in_set else content
+    if not isinstance(texts, list) or len(texts) < 2:
+        return content
+    positives, negatives = (texts[1:], []) if in_set else (texts[1], texts[2:])
+    return {"anchor": texts[0], "positive": positives, **({"negative": negatives} if negatives else {})}
 
 
 def _numbered(name: str, rows: Iterable[dict[str, Any]]) -> Iterator[Row]:

@@ -141,7 +141,7 @@ class DatasetRows:
                 f"{self.row_type}. If columns were not found, name them with `columns`"
             )
         if self.row_type == "scored":
-            self._fit_scores()
+            self._fit_scores(read.columns.names["label"][0])
         if self.row_type == "pairs":
             self._make_pairs()
         self._drop_repeated()
@@ -155,9 +155,17 @@ class DatasetRows:
         self.report.drop(reason, len(self.rows) - len(rows))
         self.rows = rows
 
-    def _fit_scores(self) -> None:
+    def _fit_scores(self, column: str) -> None:
         """Check that the loss takes the scores, and scale them to at most 1."""
         scores = [float(row.label or 0) for row in self.rows]
+        known = "score" in self.settings.columns or self.settings.min_score is not None
+        if column == "label" and not known and self.label_type != "embeddings" and all(map(float.is_integer, scores)):
+            if not set(scores) <= {0.0, 1.0}:
+                raise ValueError(
+                    f"{self.name}: the integers in `label` may be classes, with contradictions above entailment. Keep the "
+                    "rows whose texts mean the same, as pairs; if they are grades, map the column to `score`"
+                )
+            self.report.notes.append("label 1 is taken for texts that match; as a class it may mean the opposite")
         if self.label_type == "pairs" and self.settings.min_score is None and not set(scores) <= {0.0, 1.0}:
             raise ValueError(
                 f"{self.name} has graded scores, but {self.task.loss} takes 0 and 1: set the loss CoSENTLoss, or "
