@@ -63,6 +63,13 @@ print("RESULTS", json.dumps(results, default=str))
 """
 
 
+PAIRS = """
+tasks: {t: {batches: homogeneous, anchor: e03, positive: e03, datasets: [pairs.jsonl]}}
+training: {batch_size: 2, max_steps: 1}
+validation: {share: 0}
+"""
+
+
 class World(NamedTuple):
     """Two states of a model of sixteen experts, between which `e03` was trained, and a Hub."""
 
@@ -123,6 +130,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     make_different(MoTEModel.from_pretrained(new, experts=["e03"])).save_pretrained(new)
     (folder / "home").mkdir()
     (folder / "home/texts.jsonl").write_text('{"text": "a whale"}\n')
+    (folder / "home/pairs.jsonl").write_text('["a whale", "it swims"]\n["a crow", "it flies"]\n' * 2)
+    (folder / "home/pairs.yaml").write_text(PAIRS)
     with HubServer() as server:
         yield World(old, new, folder / "home", server)
 
@@ -139,6 +148,8 @@ WAYS = {
     "pinned-export": 'cli("export", repo, "--expert", "e03", "--revision", OLD, "--out", out)',
     "token": 'vector(auto(repo, experts=["e03"], token="hf_read"))',
     "all": "vector(auto(repo))",
+    "train": 'cli("train", "pairs.yaml", "model.source=" + repo, "output=" + out)',
+    "train-code": 'cli("train", "pairs.yaml", "model.source=" + repo, "output=" + out, "model.trust_remote_code=1")',
 }
 OFFLINE = ["AutoModel", "SentenceTransformer", "load", "embed", "export", "extract"]
 REFUSED = ["AutoModel", "SentenceTransformer", "load", "export", "add"]  # without a token
@@ -164,7 +175,7 @@ def broken_path(world: World) -> str:
 def test_only_the_files_of_an_expert_are_fetched(way: str, world: World, fetched: Results) -> None:
     folder, shared = world.old if "OLD" in WAYS[way] else world.new, way not in ("extract", "add")
     assert fetched[way] in (0, vector(folder))
-    expected, found = sizes(folder, EXPERTS if way == "all" else ["e03"], shared), world.moved(way)
+    expected, found = sizes(folder, EXPERTS if way.startswith(("all", "train")) else ["e03"], shared), world.moved(way)
     assert {file: found[file] for file in weights(found)} == expected
     assert shared or found.keys() == {*expected, INDEX}
 

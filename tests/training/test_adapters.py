@@ -225,7 +225,7 @@ def test_a_new_pooling_is_trained_in_full(tiny: Path, data: Path, tmp_path: Path
 def test_two_stages(data: Path, tmp_path: Path) -> None:
     """The second one makes experts of what the first has learned."""
     decoder = dense_checkpoint(tmp_path / "decoder", "mistral", sentence_transformers={"max_seq_length": 96})
-    short = ("model.max_length=96", "validation.share=0")
+    short = ("model.max_length=96", 'model.end_token="[SEP]"', "validation.share=0")
     first = train("nv-stage1", overrides(decoder, data, tmp_path / "1", *short))
     negatives = "tasks.retrieval.in_batch_negatives=true"  # the texts have none of their own
     settings = overrides(first, data, tmp_path / "2", *short, negatives)

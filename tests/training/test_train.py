@@ -65,7 +65,7 @@ def test_each_shipped_recipe(name: str, tiny: Path, data: Path, tmp_path: Path) 
     more = ("retrieval.sparse_from=embeddings",) if load_recipe(name).retrieval.kind != "dense" else ()
     if load_recipe(name).model.bidirectional:
         tiny = dense_checkpoint(tmp_path / "decoder", "mistral", sentence_transformers={"max_seq_length": 96})
-        more = ("model.max_length=96",)
+        more = ("model.max_length=96", 'model.end_token="[SEP]"')
     if name == "nv-stage2":  # the texts for retrieval have no negatives
         more += ("tasks.retrieval.in_batch_negatives=true",)
     tasks = load_recipe(name).tasks

@@ -249,12 +249,6 @@ def code_of_others(folder: Path) -> list[str]:
     )
 
 
-def copy_code(folder: Path) -> None:
-    """Copy all code of saved models into a folder."""
-    for file in Path(remote.__file__).parent.glob("*_mote.py"):
-        shutil.copy(file, folder)
-
-
 def retrieval_in(folder: Path) -> Retrieval:
     """Read from Sentence-Transformers' files which vectors a model gives."""
     return Pipeline.read(folder).retrieval

@@ -7,7 +7,7 @@ again, with the same content.
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +25,15 @@ class Record:
     """The record of a folder, while this process is its only writer: the identity of the run, and finished files."""
 
     def __init__(self, file: Path) -> None:
-        self.folder, self.file = file.parent, file
-        self.content: dict[str, Any] = read_json(file, missing_ok=True)
         self.started = False
-        files = self.content.get("files", {})
-        is_ours = isinstance(files, dict) and all(
-            isinstance(entry, dict) and (self.folder / name).resolve().is_relative_to(self.folder.resolve())
-            for name, entry in files.items()
-        )
-        if not is_ours:
-            raise ValueError(
-                f"{file} is damaged: its `files` are not files in this folder with their hashes. Remove it"
-            )
+        self._read(file)
 
-    @property
-    def work(self) -> Path:
-        """Folder for what the run needs until it is complete."""
-        return self.folder / ".work"
+    def _read(self, file: Path) -> None:
+        self.folder, self.file = file.parent, file
+        self.work = file.parent / ".work"  # what the run needs until it is complete
+        self.content: dict[str, Any] = read_json(file, missing_ok=True)
+        if not all((file.parent / name).resolve().is_relative_to(file.parent.resolve()) for name in self.finished):
+            raise ValueError(f"{file} is damaged: it lists files outside of its folder. Remove it")
 
     @property
     def finished(self) -> dict[str, dict[str, Any]]:
@@ -49,16 +41,11 @@ class Record:
         return self.content.get("files", {})
 
     def start(self, identity: dict[str, Any], overwrite: bool) -> None:
-        """Start a run, or resume it; its identity is the `command`, and everything else that determines the results.
-
-        A run that overwrites another one writes into a folder of its own until it is complete.
-        """
+        """Start a run, or resume it; its identity is the `command`, and everything else that determines the results."""
         identity = json.loads(json.dumps({"format": FORMAT, **identity}))
         new = not self.content and all(path.name.startswith(".") for path in self.folder.iterdir())
         if overwrite and self.content.get("command") == identity["command"]:
-            self.folder = self.folder / NEW
-            self.file = self.folder / self.file.name
-            self.content = read_json(self.file, missing_ok=True)
+            self._read(self.folder / NEW / self.file.name)
             new = any(self.content.get(key) != value for key, value in identity.items())
             if new:
                 shutil.rmtree(self.folder, ignore_errors=True)
@@ -97,14 +84,14 @@ class Record:
         out = self.folder.parent
         for name in Record(out / self.file.name).finished:
             (out / name).unlink(missing_ok=True)
-        (out / self.file.name).unlink(missing_ok=True)  # no record rather than one of files that are not there
-        for path in (self.folder / name for name in self.finished):
-            if path.is_file():
-                (target := out / path.relative_to(self.folder)).parent.mkdir(parents=True, exist_ok=True)
-                path.replace(target)
+        (out / self.file.name).unlink(missing_ok=True)  # of files that are not there
+        for name in self.finished:
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError):  # moved before a kill
+                (self.folder / name).replace(out / name)
         write_json(out / self.file.name, self.content)
         shutil.rmtree(self.folder)
-        self.folder, self.file = out, out / self.file.name
+        self._read(out / self.file.name)
 
 
 @contextmanager
@@ -112,8 +99,7 @@ def open_record(folder: Path, name: str) -> Iterator[Record]:
     """Hold the lock of a folder and its record; a new folder is removed again if nothing is finished in it."""
     with lock(folder / ".lock"):
         remove_leftovers(folder)
-        new = Record(folder / NEW / name)
-        if new.content.get("complete"):
+        if (new := Record(folder / NEW / name)).content.get("complete"):
             new.take_place()
         record = Record(folder / name)
         try:

@@ -17,6 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from mote import hub
 from mote.checkpoints.reading import open_mote
+from mote.checkpoints.sentence_transformers import source_prompts
 from mote.checkpoints.tensors import MappedFiles, weight_name
 from mote.experts.blocks import require_task_experts
 from mote.files import replaced, sha256_of
@@ -173,7 +174,7 @@ def list_experts(src: str, *, revision: str | None = None) -> ExpertList:
     source = open_mote(src, revision)
     config = source.config
     require_task_experts(config)
-    files = MappedFiles(source.weights)
+    files, prompts = MappedFiles(source.weights), source_prompts(source)  # which may be reworded
     parameters: dict[str | None, int] = {}
     for key, weight in files.stored.items():
         expert = weight_name(key, config).expert
@@ -182,7 +183,7 @@ def list_experts(src: str, *, revision: str | None = None) -> ExpertList:
         {
             "name": name,
             "parameters": parameters.get(name),
-            "instruction": config.instruction_of(name),
+            "instruction": prompts.get(name, config.instruction_of(name)),
             "tasks": [task for task, expert in config.tasks.items() if expert == name],
         }
         for name in config.experts

@@ -162,8 +162,8 @@ class DatasetRows:
         if column == "label" and not known and self.label_type != "embeddings" and all(map(float.is_integer, scores)):
             if not set(scores) <= {0.0, 1.0}:
                 raise ValueError(
-                    f"{self.name}: the integers in `label` may be classes, with contradictions above entailment. Keep the "
-                    "rows whose texts mean the same, as pairs; if they are grades, map the column to `score`"
+                    f"{self.name}: the integers in `label` may be classes, such as contradiction. Keep the rows whose "
+                    "texts mean the same, as pairs; if they are grades, map the column to `score`"
                 )
             self.report.notes.append("label 1 is taken for texts that match; as a class it may mean the opposite")
         if self.label_type == "pairs" and self.settings.min_score is None and not set(scores) <= {0.0, 1.0}:

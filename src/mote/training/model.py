@@ -1,6 +1,7 @@
 """The model that a recipe trains: its tasks and instructions, whether its source suits the recipe, its weights."""
 
 import logging
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from sentence_transformers import SentenceTransformer, SparseEncoder
 from sentence_transformers.sentence_transformer.modules import Pooling
 from torch import nn
 
+from mote import remote
 from mote.checkpoints import sentence_transformers as st
 from mote.checkpoints.bidirectional import is_bidirectional, make_bidirectional
 from mote.checkpoints.definitions import instruction_with
@@ -18,7 +20,6 @@ from mote.checkpoints.reading import TOKEN_ROUTED, Checkpoint, has_head, is_mote
 from mote.checkpoints.st_settings import (
     Retrieval,
     code_of_others,
-    copy_code,
     instruction_pooling_in,
     retrieval_in,
     wanted_retrieval,
@@ -299,11 +300,8 @@ def _dense_model(recipe: Recipe, source: Checkpoint, folder: Path, names: MoTECo
 
 
 def _mote_folder(recipe: Recipe, source: Checkpoint, folder: Path) -> Path:
-    """Return the folder of a MoTE as the recipe describes it: the source's own, or `folder`, which is then written."""
+    """Write the folder of a MoTE as the recipe describes it, with links to the source's files if it is one."""
     retrieval, pooled = retrieval_of(recipe, source), recipe.model.instruction_pooling
-    as_source = retrieval == retrieval_in(source.folder) and pooled in (None, instruction_pooling_in(source.folder))
-    if is_mote(source.config) and as_source and recipe.model.trust_remote_code:
-        return source.folder
     with processes().main_process_first(), quieted("mote", level=logging.WARNING):  # without upcycling's progress
         if folder.exists():
             return folder
@@ -351,8 +349,8 @@ def _link(source: Path, folder: Path, trusted: bool) -> None:
             link = folder / path.relative_to(source)
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(path.resolve())
-    if not trusted:
-        copy_code(folder)
+    for file in () if trusted else Path(remote.__file__).parent.glob("*_mote.py"):
+        shutil.copy(file, folder)
 
 
 def set_dropout(model: nn.Module, probability: float) -> None:

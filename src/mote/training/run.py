@@ -87,7 +87,7 @@ class Run(ABC):
         models = self.identify_models()
         if self.checkpoint is not None:
             self.folder.require_same(models=models)  # before another teacher embeds the texts
-            counts = read_checkpoint(self.checkpoint, check=state.is_main_process)
+            self.tracker = Tracker(**read_checkpoint(self.checkpoint, check=state.is_main_process))
         self._load_model()
         with state.main_process_first():  # the others find teachers' embeddings in the cache
             logger.info("%s", self._describe_data())
@@ -99,7 +99,6 @@ class Run(ABC):
         }
         if self.checkpoint is not None:
             self.folder.require_same(**identity)
-            self.tracker = Tracker(**counts)
         if self.recipe.training.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.trainer = self._build_trainer()

@@ -17,7 +17,6 @@ RECIPE_FILE = "recipe.yaml"
 STATE_FILE = "trainer_state.json"  # of a finished run, with the trainer's log
 CURVES_FILE = "curves.png"
 CHECKPOINT_FILE = "checkpoint.json"  # written last: a checkpoint without it is incomplete
-FINISHED = "finished"  # key in the file of a run
 LOCK_FILE = ".lock"
 START_FOLDER = ".mote-start"  # the upcycled source, until it is in memory
 
@@ -73,7 +72,7 @@ class RunFolder:
         if checkpoint is not None:
             self.require_same(settings=fixed_settings(recipe))
         elif self.model.exists() and not overwrite:
-            if not read_json(self.path / RUN_FILE).get(FINISHED, True):  # `--overwrite` failed, the old model is left
+            if not read_json(self.path / RUN_FILE).get("finished", True):  # `--overwrite` failed, the old model is left
                 self.require_same(settings=fixed_settings(recipe))
                 return None
             raise FileExistsError(
@@ -104,13 +103,13 @@ class RunFolder:
         `identity` is what determines the result, for `require_same`.
         """
         self._remove_after(-1 if checkpoint is None else step_of(checkpoint))
-        write_json(self.path / RUN_FILE, {**identity, FINISHED: False})
+        write_json(self.path / RUN_FILE, {**identity, "finished": False})
         with replaced(self.path / RECIPE_FILE) as file:
             file.write_text(as_yaml(recipe), encoding="utf-8")
 
     def remove_checkpoints(self) -> None:
         """Remove the checkpoints of a run whose model is written."""
-        write_json(self.path / RUN_FILE, {**read_json(self.path / RUN_FILE, missing_ok=True), FINISHED: True})
+        write_json(self.path / RUN_FILE, {**read_json(self.path / RUN_FILE, missing_ok=True), "finished": True})
         self._remove_after(-1)
         shutil.rmtree(self.checkpoints / "eval", ignore_errors=True)  # which Sentence-Transformers makes
         with suppress(OSError):  # it does not exist, or holds something else
