@@ -240,13 +240,10 @@ def wanted_retrieval(
 
 def code_of_others(folder: Path) -> list[str]:
     """Name the classes that a model's files refer to, and that neither this package nor Sentence-Transformers has."""
-    maps = [read_json(file).get("auto_map") for file in folder.rglob("*config.json")]
-    named = [module.type for module in Pipeline.read(folder).modules] + re.findall(
-        r'"([^"]*\.[^"]*)"', json.dumps(maps)
-    )
-    return sorted(
-        {name for name in named if not name.startswith("sentence_transformers.") and not Module(name, "").code}
-    )
+    named = {module.type for module in Pipeline.read(folder).modules}
+    for file in folder.rglob("*config.json"):
+        named |= {*re.findall(r'"([^"]*\.[^"]*)"', json.dumps(read_json(file).get("auto_map")))}
+    return sorted(name for name in named if not (name.startswith("sentence_transformers.") or Module(name, "").code))
 
 
 def retrieval_in(folder: Path) -> Retrieval:

@@ -142,8 +142,8 @@ def _load(
             problem = "has code of its own, which runs only with --trust-remote-code (trust_remote_code=True)"
         raise ValueError(f"{path} {problem}") from error
     require_all_weights(encoder, path)
-    own_module = type(encoder[0]).__module__.startswith("sentence_transformers.")
-    if own_module and getattr(getattr(encoder[0], "config", None), "routes_by_task", False):
+    routed = getattr(getattr(encoder[0], "config", None), "routes_by_task", False)
+    if routed and type(encoder[0]).__module__.startswith("sentence_transformers."):
         raise ValueError(
             f"{path} is a MoTE without modules.json, so that Sentence-Transformers would ignore tasks: write its files "
             "with a command of this package, such as `mote set`"

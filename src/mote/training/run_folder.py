@@ -69,12 +69,10 @@ class RunFolder:
                         f"{self.path} holds something other than a run: {path} is in the way. Choose another `output`"
                     )
         checkpoint = None if overwrite else self.last_checkpoint()
-        if checkpoint is not None:
+        begun = not read_json(self.path / RUN_FILE, missing_ok=True).get("finished", True)  # and maybe an older model
+        if not overwrite and (checkpoint is not None or (begun and self.model.exists())):
             self.require_same(settings=fixed_settings(recipe))
         elif self.model.exists() and not overwrite:
-            if not read_json(self.path / RUN_FILE).get("finished", True):  # `--overwrite` failed, the old model is left
-                self.require_same(settings=fixed_settings(recipe))
-                return None
             raise FileExistsError(
                 f"{self.path} holds a finished run: its model is in {self.model}. Choose another `output`, or "
                 "start over with `--overwrite`"
@@ -145,10 +143,8 @@ def read_checkpoint(checkpoint: Path, check: bool) -> dict[str, Any]:
     counts = read_json(checkpoint / CHECKPOINT_FILE)
     expected, found = counts.pop("files", {}), hashes_of(checkpoint) if check else {}
     if damaged := [name for name, digest in expected.items() if check and found.get(name) != digest]:
-        raise ValueError(
-            f"{checkpoint / damaged[0]} is missing or damaged: remove {checkpoint}, to resume from an earlier "
-            "checkpoint, or start over with `--overwrite`"
-        )
+        remedy = f"remove {checkpoint}, to resume from an earlier checkpoint, or start over with `--overwrite`"
+        raise ValueError(f"{checkpoint / damaged[0]} is missing or damaged: {remedy}")
     return counts
 
 
