@@ -119,7 +119,10 @@ def test_tasks_that_another_expert_has_stay_there(tiny_mote: Path, tmp_path: Pat
 def test_a_folder_with_some_of_its_experts(with_legal: Path, legal: Path, tmp_path: Path) -> None:
     partial = tmp_path / "partial"
     trusted(with_legal, model_kwargs={"experts": ["clustering"]}).save_pretrained(str(partial))
-    assert "not here" in str(list_experts(str(partial)))
+    edit_json(partial / "config_sentence_transformers.json", prompts={"clustering": "reworded: "})
+    listed = str(list_experts(str(partial)))
+    assert "not here" in listed
+    assert "reworded: " in listed
     assert base_hash(partial) == base_hash(with_legal)
     with pytest.raises(ValueError, match=r"Unknown expert .* 'legal'"):
         extract(str(partial), "legal", tmp_path / "out")

@@ -148,8 +148,6 @@ WAYS = {
     "pinned-export": 'cli("export", repo, "--expert", "e03", "--revision", OLD, "--out", out)',
     "token": 'vector(auto(repo, experts=["e03"], token="hf_read"))',
     "all": "vector(auto(repo))",
-    "train": 'cli("train", "pairs.yaml", "model.source=" + repo, "output=" + out)',
-    "train-code": 'cli("train", "pairs.yaml", "model.source=" + repo, "output=" + out, "model.trust_remote_code=1")',
 }
 OFFLINE = ["AutoModel", "SentenceTransformer", "load", "embed", "export", "extract"]
 REFUSED = ["AutoModel", "SentenceTransformer", "load", "export", "add"]  # without a token
@@ -175,9 +173,19 @@ def broken_path(world: World) -> str:
 def test_only_the_files_of_an_expert_are_fetched(way: str, world: World, fetched: Results) -> None:
     folder, shared = world.old if "OLD" in WAYS[way] else world.new, way not in ("extract", "add")
     assert fetched[way] in (0, vector(folder))
-    expected, found = sizes(folder, EXPERTS if way.startswith(("all", "train")) else ["e03"], shared), world.moved(way)
+    expected, found = sizes(folder, EXPERTS if way == "all" else ["e03"], shared), world.moved(way)
     assert {file: found[file] for file in weights(found)} == expected
     assert shared or found.keys() == {*expected, INDEX}
+
+
+def test_training_starts_from_a_model_on_the_hub(world: World) -> None:
+    """With the installed code, and with that of the repository."""
+    codes = {}
+    for name, trusting in (("installed", 0), ("own", 1)):
+        world.add(name, private=False)
+        more = f'"model.source=" + repo, "output=" + out, "model.trust_remote_code={trusting}"'
+        codes[name] = f'cli("train", "pairs.yaml", {more})'
+    assert world.evaluate(codes) == {"installed": 0, "own": 0}
 
 
 @pytest.mark.parametrize("way", REFUSED)

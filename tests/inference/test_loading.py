@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.checkpoints import dense_checkpoint, edit_json
+from helpers.checkpoints import dense_checkpoint, edit_json, tiny_tokenizer
 from helpers.families import batch, trained_mote
 from safetensors.torch import load_file, save_file
 
@@ -43,6 +43,10 @@ def test_a_mote_and_some_of_its_experts(tmp_path: Path) -> None:
     expected = model(**batch(), task="beta").pooler_output
     for loaded in (mote.load(tmp_path), mote.load(tmp_path, experts=["beta"]), mote.load(tmp_path, experts="beta")):
         assert torch.equal(loaded.eval()(**batch(), task="beta").pooler_output, expected)
+    (tmp_path / "modules.json").unlink(missing_ok=True)
+    tiny_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match=r"is a MoTE without modules.json, so that .* would ignore tasks"):
+        mote.load_encoder(tmp_path, trust_remote_code=True)
     assert mote.load(tmp_path, experts=["beta"]).config.available_experts == ["beta"]
     compress(model, rank=2).save_pretrained(tmp_path / "compressed")
     assert mote.load(tmp_path / "compressed").config.model_type == "mote_compressed"

@@ -83,7 +83,7 @@ def test_code_of_a_folder_runs_only_if_it_is_trusted(recipe: str, kind: str, tmp
     with pytest.raises(RuntimeError, match="code of the folder"):
         build_model(trusting, open_checkpoint(str(source)), tmp_path / "trusting")
     edit_json(source / "tokenizer_config.json", auto_map={"AutoTokenizer": ["user/evil--own.Tokenizer", None]})
-    with pytest.raises(ValueError, match=r"not this package's \(user/evil--own.Tokenizer\): .*trust_remote_code=true"):
+    with pytest.raises(ValueError, match=r"code of its own \(user/evil--own.Tokenizer\): .*trust_remote_code=true"):
         names_of(load_recipe(recipe, settings), open_checkpoint(str(source)))
 
 

@@ -74,10 +74,7 @@ def _conflicts(recipe: Recipe, source: Checkpoint, names: MoTEConfig) -> Iterato
     upcycled = not is_mote(source.config)
     runs_code = not upcycled or (settings.kind == "dense" and instruction_pooling_in(source.folder) != "included")
     if runs_code and not settings.trust_remote_code and (others := code_of_others(source.folder)):
-        yield (
-            f"{source.name} has code that is not this package's ({', '.join(others)}): read it, then set "
-            "model.trust_remote_code=true"
-        )
+        yield f"{source.name} has code of its own ({', '.join(others)}): read it, then set model.trust_remote_code=true"
     if not upcycled and not settings.instructions and any(map(names.instruction_of, names.tasks)):
         yield f"model.instructions is false, but {source.name} has instructions: remove them first (`mote set`)"
     if not upcycled and retrieval_of(recipe, source).needs_head and not has_head(source.config):
@@ -249,6 +246,8 @@ def build_model(
     if settings.dropout is not None:
         set_dropout(model, settings.dropout)
     if only_experts is not None:  # everything else gets no gradients and no weight decay
+        if recipe.training.learning_rate <= 5e-6:
+            logger.warning("training.learning_rate is the paper's, for whole models: a new expert may learn little")
         model.requires_grad_(False)
         for block in network_of(model).blocks:
             for name in only_experts:

@@ -143,8 +143,9 @@ def read_checkpoint(checkpoint: Path, check: bool) -> dict[str, Any]:
     counts = read_json(checkpoint / CHECKPOINT_FILE)
     expected, found = counts.pop("files", {}), hashes_of(checkpoint) if check else {}
     if damaged := [name for name, digest in expected.items() if check and found.get(name) != digest]:
-        remedy = f"remove {checkpoint}, to resume from an earlier checkpoint, or start over with `--overwrite`"
-        raise ValueError(f"{checkpoint / damaged[0]} is missing or damaged: {remedy}")
+        raise ValueError(
+            f"{checkpoint / damaged[0]} is missing or damaged: remove its folder to resume from an earlier one"
+        )
     return counts
 
 
