@@ -45,7 +45,7 @@ def test_a_mote_and_some_of_its_experts(tmp_path: Path) -> None:
         assert torch.equal(loaded.eval()(**batch(), task="beta").pooler_output, expected)
     (tmp_path / "modules.json").unlink(missing_ok=True)
     tiny_tokenizer(tmp_path)
-    with pytest.raises(ValueError, match=r"is a MoTE without modules.json, so that .* would ignore tasks"):
+    with pytest.raises(ValueError, match=r"without modules\.json, so tasks would be ignored"):
         mote.load_encoder(tmp_path, trust_remote_code=True)
     assert mote.load(tmp_path, experts=["beta"]).config.available_experts == ["beta"]
     compress(model, rank=2).save_pretrained(tmp_path / "compressed")

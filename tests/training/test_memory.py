@@ -117,6 +117,11 @@ def test_weights_gradients_and_optimizer_are_exact(name: str) -> None:
     assert estimate_memory(config.backbone_config, **SMALL).weights < told.weights
 
 
+def test_a_text_without_positions_is_refused() -> None:
+    with pytest.raises(ValueError, match="A text of 4,096 tokens is too long for the model"):
+        estimate_memory(family_config("bert"), **{**SMALL, "length": 4096})
+
+
 def test_a_token_router_is_refused() -> None:
     backbone = AutoConfig.from_pretrained(SMALL_ENCODER)
     for model in (TokenRoutedConfig(backbone_config=backbone), trained_hierarchical()):

@@ -144,10 +144,7 @@ def _load(
     require_all_weights(encoder, path)
     routed = getattr(getattr(encoder[0], "config", None), "routes_by_task", False)
     if routed and type(encoder[0]).__module__.startswith("sentence_transformers."):
-        raise ValueError(
-            f"{path} is a MoTE without modules.json, so that Sentence-Transformers would ignore tasks: write its files "
-            "with a command of this package, such as `mote set`"
-        )
+        raise ValueError(f"{path} is a MoTE without modules.json, so tasks would be ignored: `mote set` writes it")
     return encoder
 
 

@@ -161,10 +161,7 @@ class DatasetRows:
         known = "score" in self.settings.columns or self.settings.min_score is not None
         if column == "label" and not known and self.label_type != "embeddings" and all(map(float.is_integer, scores)):
             if not set(scores) <= {0.0, 1.0}:
-                raise ValueError(
-                    f"{self.name}: the integers in `label` may be classes, such as contradiction. Keep the rows whose "
-                    "texts mean the same, as pairs; if they are grades, map the column to `score`"
-                )
+                raise ValueError(f"{self.name}: integers in `label` may be classes: keep matches, or map it to `score`")
             self.report.notes.append("label 1 is taken for texts that match; as a class it may mean the opposite")
         if self.label_type == "pairs" and self.settings.min_score is None and not set(scores) <= {0.0, 1.0}:
             raise ValueError(

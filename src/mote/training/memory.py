@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # where PyTorch's docu
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
+from mote.checkpoints.plain import learned_positions
 from mote.checkpoints.reading import is_mote, mote_class, open_checkpoint
 from mote.checkpoints.tensors import token_routing
 from mote.reporting import Report, table
@@ -82,6 +83,8 @@ def estimate_memory(
         raise ValueError("The memory of a token-routed model depends on where the tokens go, and cannot be estimated")
     chunk = min(mini_batch_size or batch_size, batch_size)
     empty = empty_model(config, gradient_checkpointing)
+    if (positions := learned_positions(empty)) is not None and length > positions:
+        raise ValueError(f"A text of {length:,} tokens is too long for the model, which has {positions:,} positions")
     parameters = [*empty.parameters()]
     if not all(parameter.is_floating_point() for parameter in parameters):
         raise ValueError("8-bit experts cannot be trained: their weights are integers")
