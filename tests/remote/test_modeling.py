@@ -1,6 +1,7 @@
 """Properties that hold for every family, and what is special about some."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from helpers.families import (
     trained_mote,
 )
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mote.remote.architectures_mote import ARCHITECTURES, architecture_of
 from mote.remote.configuration_mote import MoTEConfig
@@ -88,6 +90,20 @@ def test_a_new_model_starts_with_identical_experts() -> None:
     alpha, beta = (model(**batch(), task=task).pooler_output for task in EXPERTS)
     assert difference(alpha, beta) == 0.0
     assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_loading_does_not_initialize_weights_that_it_replaces(tmp_path: Path) -> None:
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.add(func.__name__.partition(".")[0])
+            return func(*args, **kwargs or {})
+
+    trained_mote("bert").save_pretrained(tmp_path)
+    for load, random in ((MoTEModel.from_pretrained, False), (lambda _: fresh_mote("bert"), True)):
+        called: set[str] = set()
+        with Recorded():
+            load(tmp_path)
+        assert ({"uniform_", "normal_"} & called != set()) == random
 
 
 def test_another_architecture_can_be_described_by_hand() -> None:
