@@ -7,6 +7,7 @@ transformers and torch alone.
 import copy
 import difflib
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -74,6 +75,14 @@ def require_known(name: object, known: Iterable[str], what: str) -> None:
     known = list(known)
     if name not in known:
         raise ValueError(f"Unknown {what} {name!r}." + alternatives(str(name), known))
+
+
+def as_imported() -> None:
+    """Make the files attributes of their package, as an import would, since dill looks up classes there."""
+    for name, module in [*sys.modules.items()]:
+        package, _, file = name.rpartition(".")
+        if package == __package__:
+            setattr(sys.modules[package], file, module)
 
 
 def of_backbone(name: str, doc: str) -> property:
@@ -163,6 +172,8 @@ class MoTEConfig(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Build from a dict; `experts=[…]` among the keyword arguments selects the experts to load."""
+        if (version := config_dict.get("mote_format", 1)) > 1:  # what a release changes that this one would misread
+            raise ValueError(f"The model has format {version}, of a newer MoTE: pip install -U mote-embeddings")
         selected = kwargs.pop("experts", None)
         _refuse_misspelled(kwargs, cls)  # the base class would drop them
         kwargs.pop("add_pooling_layer", None)  # as of a dense model; there is none here

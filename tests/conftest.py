@@ -4,7 +4,9 @@ import gc
 import logging
 import os
 import shutil
+import sys
 import tempfile
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +26,8 @@ from mote import upcycle
 from mote.remote.hierarchical_mote import HierarchicalMoTEModel
 from mote.remote.modeling_mote import MoTEModel
 from mote.remote.token_routing_mote import TokenRoutedModel
+
+sys.modules["mote.auto"] = types.ModuleType("mote.auto")  # only in processes of their own: most tests load remote code
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects

@@ -34,7 +34,7 @@ from transformers.utils import TransformersKwargs, cached_file, can_return_tuple
 from transformers.utils.hub import extract_commit_hash
 
 from .architectures_mote import MPNetBackbone, architecture_of
-from .configuration_mote import MoTEConfig, require_known
+from .configuration_mote import MoTEConfig, as_imported, require_known
 from .mixed_batch_mote import groups_of
 from .weights_mote import WeightFiles, find_files, find_index, read_index, weight_map
 
@@ -333,6 +333,7 @@ class MoTEModel(PreTrainedModel):
                 f"The weights of {str(name or 'a state_dict')!r} do not match their config (a "
                 f"{model.config.model_type!r} with the experts {model.config.available_experts}): {'; '.join(problems)}"
             )
+        as_imported()
         with suppress(OSError):  # there is no such file, or no connection
             model.record = name and cached_file(name, "mote.json", **hub)
         return (model, info) if output_loading_info else model
@@ -428,11 +429,10 @@ class _Uninitialized(TorchFunctionMode):
     """Skips the initialization of weights on the meta device: a sixth of the time of loading. For this thread only."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        weight = kwargs.get("tensor", args[0] if args else None)
-        if getattr(func, "__module__", None) == "torch.nn.init" and getattr(weight, "is_meta", False):
+        weight = (kwargs or {}).get("tensor")
+        if getattr(weight, "is_meta", False) and func.__module__ == "torch.nn.init":
             return weight
-        return func(*args, **kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 def require_tokens(mask: torch.Tensor | None) -> None:

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.checkpoints import dense_checkpoint, edit_json, tiny_tokenizer
-from helpers.families import batch, trained_mote
+from helpers.families import batch, dense_model, mote_config, trained_mote
 from safetensors.torch import load_file, save_file
 
 import mote
 from mote.experts import compress
+from mote.remote.configuration_mote import MoTEConfig
 
 
 def without(folder: Path, part: str) -> Path:
@@ -57,3 +58,8 @@ def test_a_dense_model_is_not_a_mote(tmp_path: Path) -> None:
     for load in (mote.load, lambda path: mote.load_encoder(path, offload="disk")):
         with pytest.raises(ValueError, match="is not a MoTE but a 'bert': `mote upcycle --src"):
             load(folder)
+
+
+def test_a_format_of_a_newer_release_is_refused() -> None:
+    with pytest.raises(ValueError, match="format 2, of a newer MoTE: pip install -U"):
+        MoTEConfig.from_dict({**mote_config(dense_model("bert")).to_dict(), "mote_format": 2})

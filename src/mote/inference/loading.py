@@ -34,6 +34,7 @@ def load(
         keep: Number of experts on the device, with `offload`.
         **kwargs: Arguments of `from_pretrained`: `revision`, `dtype`, `device_map`, `attn_implementation` …
     """
+    import mote.auto  # noqa: F401  # so the model can be pickled
     from mote.checkpoints.reading import mote_class
     from mote.inference.offloading import check_settings, offload_others
     from mote.remote.modeling_mote import HUB_ARGUMENTS
@@ -121,6 +122,8 @@ def _load(
 ) -> Any:
     """Load a model of Sentence-Transformers, and check that it has all its weights."""
     from sentence_transformers import SentenceTransformer, SparseEncoder
+
+    import mote.auto  # noqa: F401  # its modules' classes are the installed ones
 
     if task is not None and (expert := _expert_of(path, task, revision)):
         model_kwargs["experts"] = [expert]

@@ -4,6 +4,7 @@
 """
 
 import re
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import logging
 from transformers.utils.versions import require_version
 
-from .configuration_mote import INSTALL, ROLE_HINTS
+from .configuration_mote import INSTALL, ROLE_HINTS, as_imported
 
 require_version("sentence-transformers>=6.0", INSTALL)
 
@@ -144,6 +145,14 @@ class MoTETransformer(Transformer):
 
         An empty prompt does not replace an instruction: libraries pass one where their user gave none.
         """
+        if type(self.model).__module__.startswith("mote.remote.") and __package__ != "mote.remote":  # by `mote.auto`
+            for module in model:
+                package, _, file = type(module).__module__.rpartition(".")
+                if package == __package__:
+                    module.__class__ = getattr(import_module(f"mote.remote.{file}"), type(module).__name__)
+            self.on_model_ready(model)
+            return
+        as_imported()
         for name, text in model.prompts.items():
             if task := self.config.task_of_prompt(name, text):
                 if not text and (text := self.config.instruction_of(task)):
