@@ -15,6 +15,7 @@ Models", Findings of ACL 2025 (arXiv:2506.17781).
 
 import copy
 import inspect
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -160,6 +161,7 @@ class MoTEModel(PreTrainedModel):
                 layer.register_forward_pre_hook(self._without_routing, with_kwargs=True)
         if "ForMaskedLM" in str(config.architectures) and self._auto_class == "AutoModel":
             self._keys_to_ignore_on_load_unexpected = {r"^head\."}
+        self.register_load_state_dict_post_hook(_require_own_adapter)  # `PeftModel.from_pretrained` calls it
         self.post_init()
 
     def _shared_modules(self, layer: nn.Module) -> tuple[str, ...]:
@@ -357,6 +359,12 @@ class MoTEModel(PreTrainedModel):
         model.weight_files = tuple(checkpoint_files or ())
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
+    def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a PEFT adapter that was trained on a MoTE of these experts; `ValueError` for any other."""
+        info = super().load_adapter(*args, **kwargs)
+        _require_own_adapter(self, info)
+        return info
+
     def save_pretrained(  # type: ignore[override]  # the library's other arguments are passed on
         self,
         save_directory: str | PathLike,
@@ -423,6 +431,14 @@ class MoTEModel(PreTrainedModel):
 
     def _replicate_for_data_parallel(self) -> Any:  # copies of an expert would use the first GPU's attention
         raise RuntimeError("A MoTE cannot run in nn.DataParallel: start one process per GPU (torchrun), or use one GPU")
+
+
+def _require_own_adapter(model: MoTEModel, info: Any) -> None:
+    if unknown := sorted(key for key in info.unexpected_keys if re.search(r"\.(lora|hada|lokr|ia3|oft)_", key)):
+        raise ValueError(
+            f"The adapter has weights for modules that this model lacks, such as {unknown[0]}: was it trained on the "
+            "dense model? Then merge it into that one (merge_and_unload), and upcycle the result"
+        )
 
 
 class _Uninitialized(TorchFunctionMode):

@@ -222,3 +222,19 @@ def test_an_unsupported_architecture_stays_one_if_it_is_described() -> None:
 def test_copies_on_several_gpus_in_one_process_are_refused() -> None:
     with pytest.raises(RuntimeError, match=r"cannot run in nn\.DataParallel"):
         fresh_mote("bert")._replicate_for_data_parallel()
+
+
+def test_an_adapter_of_the_dense_model_is_refused(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = {"target_modules": ["query", "intermediate.dense"], "init_lora_weights": False}
+    for source, make in (("dense", dense_model), ("mote", trained_mote)):
+        peft.get_peft_model(make("bert"), peft.LoraConfig(**config)).save_pretrained(tmp_path / source)
+        for load in (lambda model, folder: model.load_adapter(folder), peft.PeftModel.from_pretrained):
+            model = trained_mote("bert").eval()
+            before = model(**batch(), task="beta").pooler_output
+            if source == "dense":
+                with pytest.raises(ValueError, match=r"merge it into that one \(merge_and_unload\), and upcycle"):
+                    load(model, tmp_path / source)
+            else:
+                load(model, tmp_path / source)
+                assert difference(model.eval()(**batch(), task="beta").pooler_output, before) > 1e-3
