@@ -26,12 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModel, MPNetModel, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
-from transformers.utils import TransformersKwargs, cached_file, can_return_tuple
+from transformers.utils import TransformersKwargs, cached_file, can_return_tuple, logging
 from transformers.utils.hub import extract_commit_hash
 
 from .architectures_mote import MPNetBackbone, architecture_of
@@ -39,8 +40,13 @@ from .configuration_mote import MoTEConfig, as_imported, require_known
 from .mixed_batch_mote import groups_of
 from .weights_mote import WeightFiles, find_files, find_index, read_index, weight_map
 
+logger: Any = logging.get_logger(__name__)
+
 SEQUENCE_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "position_ids")
 HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
+FILES_BESIDE = (
+    *("modules.json", "*sentence_*.json", "[0-9]*_*/*", "*token*.json", "vocab*", "merges.txt", "*.model", "*_mote.py"),
+)
 TOKENIZER_EXTRAS = ("length", "offset_mapping", "special_tokens_mask")  # which no model uses
 
 
@@ -133,6 +139,7 @@ class MoTEModel(PreTrainedModel):
     indexes: tuple[Any, ...] = ()  # that the weights were loaded from, and written to
     replaced: Path | None = None  # folder with the index of the model that is about to be replaced, if not the same
     record: str | None = None  # path of the `mote.json` next to the weights, which says how the model was made
+    alone = True  # whether it has to save what Sentence-Transformers or a verb would write
     offloading: Any = None  # set by `mote.load(path, offload=…)`: brings an expert to the device for a call
     routing_argument = "expert"  # of the blocks; layers that stay dense (`mote_layers`) do not get it
     own_arguments: tuple[str, ...] = ("task", "task_ids", "pooling_mask")  # of `forward`, beside the backbone's
@@ -402,19 +409,36 @@ class MoTEModel(PreTrainedModel):
             files.write()
         with suppress(OSError):  # it is already there, or was removed
             shutil.copy(self.record or "", folder)
+        if self.alone and is_main_process:
+            self._copy_beside(folder)
         if push_to_hub:
             named = inspect.signature(super().push_to_hub).parameters
             self.push_to_hub(kwargs.pop("repo_id", folder.name), **{k: v for k, v in kwargs.items() if k in named})
         return None
 
+    def _copy_beside(self, folder: Path) -> None:
+        """Copy what tokenizers and Sentence-Transformers need from where the model was loaded, unless it is there."""
+        record = Path(self.record or "")
+        with suppress(OSError):  # offline
+            if commit := extract_commit_hash(str(record), None):
+                place: Any = {"revision": commit, "cache_dir": record.parents[3]}
+                snapshot_download(self.name_or_path, **place, allow_patterns=[*FILES_BESIDE])
+        for file in [file for pattern in FILES_BESIDE for file in record.parent.glob(pattern) if self.record]:
+            copied = folder / file.relative_to(record.parent)
+            if not copied.exists():
+                copied.parent.mkdir(exist_ok=True)
+                shutil.copy(file, copied)
+        if not (folder / "modules.json").is_file():
+            logger.info(f"{folder} lacks tokenizer and modules: to load it there, save it with Sentence-Transformers")
+
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Push to the Hub. Experts that the repository has, but that were not loaded, stay there."""
         hub = {key: kwargs[key] for key in ("token", "revision") if kwargs.get(key)}
-        with self.replacing(args[0] if args else kwargs["repo_id"], **hub):
+        with self.replacing(args[0] if args else kwargs["repo_id"], alone=True, **hub):
             return super().push_to_hub(*args, **kwargs)
 
     @contextmanager
-    def replacing(self, repo_id: str | None, **hub: Any) -> Iterator[None]:
+    def replacing(self, repo_id: str | None, alone: bool = False, **hub: Any) -> Iterator[None]:
         """Within the context, save what is to replace the model in a repository: keep experts that were not loaded.
 
         Raises `ValueError` if it is the model's own repository, and others have changed the weights there.
@@ -425,9 +449,10 @@ class MoTEModel(PreTrainedModel):
         try:
             if own and index is not None and index not in self.indexes:
                 raise ValueError(f"The weights in {repo_id} have changed since they were loaded: load the model again")
+            self.alone = alone
             yield
         finally:
-            self.replaced = None
+            self.replaced, self.alone = None, True
 
     def _replicate_for_data_parallel(self) -> Any:  # copies of an expert would use the first GPU's attention
         raise RuntimeError("A MoTE cannot run in nn.DataParallel: start one process per GPU (torchrun), or use one GPU")

@@ -101,7 +101,8 @@ class Repository:
         if not is_mote(network.config) and not (folder / ADAPTER_CONFIG_NAME).is_file():
             write_plainly(folder, network)
 
-    def _write_network(self, model: PreTrainedModel, folder: Path, max_shard_size: str) -> None:
+    def _write_network(self, model: Any, folder: Path, max_shard_size: str) -> None:
+        model.alone = False  # the other files follow
         if self.write_weights is None:
             model.save_pretrained(folder, max_shard_size=max_shard_size)
         else:
