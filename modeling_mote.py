@@ -422,7 +422,7 @@ class MoTEModel(PreTrainedModel):
         with suppress(OSError):  # offline
             if commit := extract_commit_hash(str(record), None):
                 place: Any = {"revision": commit, "cache_dir": record.parents[3]}
-                snapshot_download(self.name_or_path, **place, allow_patterns=[*FILES_BESIDE])
+                snapshot_download(str(self.name_or_path), **place, allow_patterns=[*FILES_BESIDE])
         for file in [file for pattern in FILES_BESIDE for file in record.parent.glob(pattern) if self.record]:
             copied = folder / file.relative_to(record.parent)
             if not copied.exists():

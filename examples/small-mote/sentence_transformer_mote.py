@@ -16,14 +16,15 @@ from .configuration_mote import INSTALL, ROLE_HINTS, as_imported
 
 require_version("sentence-transformers>=6.0", INSTALL)
 
-from sentence_transformers import SentenceTransformerModelCardData  # noqa: E402
+from sentence_transformers import SentenceTransformerModelCardData, SparseEncoderModelCardData  # noqa: E402
+from sentence_transformers.base.model_card import BaseModelCardData  # noqa: E402
 from sentence_transformers.base.modules import Transformer  # noqa: E402  # missing in older versions
 
 logger: Any = logging.get_logger(__name__)
 
 
-class MoTECardData(SentenceTransformerModelCardData):
-    """The card that Sentence-Transformers writes for a model that it has trained, with what a MoTE needs."""
+class MoTECard(BaseModelCardData):
+    """What a MoTE needs in the card that Sentence-Transformers writes for a model that it has trained."""
 
     def generate_usage_snippet(self) -> str:
         """Add `trust_remote_code`, a task, and the table of tasks."""
@@ -48,6 +49,17 @@ class MoTECardData(SentenceTransformerModelCardData):
             return super().compute_dataset_metrics(*args, **kwargs)
         finally:
             config.default_task, config.default_is_chosen = before
+
+
+class MoTECardData(MoTECard, SentenceTransformerModelCardData):
+    """The card of an encoder of dense vectors."""
+
+
+class SparseMoTECardData(MoTECard, SparseEncoderModelCardData):
+    """The card of an encoder of sparse or hybrid vectors."""
+
+
+CARDS = {SentenceTransformerModelCardData: MoTECardData, SparseEncoderModelCardData: SparseMoTECardData}
 
 
 class TaskPrompt(str):
@@ -162,7 +174,7 @@ class MoTETransformer(Transformer):
                 model.prompts[name].name = name
         object.__setattr__(self, "owner", model)  # not as a module of this one
         card, text = model.model_card_data, model._model_card_text or ""
-        card.__class__ = MoTECardData if type(card) is SentenceTransformerModelCardData else type(card)
+        card.__class__ = CARDS.get(type(card), type(card))
         card.add_tags(self.model.model_tags)
         for name, value in re.findall(r"(?m)^(base_model|license): (\S+)$", text):
             setattr(card, name, getattr(card, name) or value)

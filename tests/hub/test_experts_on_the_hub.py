@@ -147,7 +147,7 @@ WAYS = {
     "pinned": 'vector(auto(repo, experts=["e03"], revision=OLD))',
     "pinned-export": 'cli("export", repo, "--expert", "e03", "--revision", OLD, "--out", out)',
     "token": 'vector(auto(repo, experts=["e03"], token="hf_read"))',
-    "all": "vector(auto(repo))",
+    "all": "(auto(repo).save_pretrained(out), vector(encoder(out)[0].model))[1]",
 }
 OFFLINE = ["AutoModel", "SentenceTransformer", "load", "embed", "export", "extract"]
 REFUSED = ["AutoModel", "SentenceTransformer", "load", "export", "add"]  # without a token

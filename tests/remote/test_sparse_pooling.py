@@ -58,6 +58,12 @@ def saved(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     return {name: with_different_experts(fresh[name], folder / name) for name in KINDS}
 
 
+def test_a_push_is_told_to_the_model(saved: dict[str, Path]) -> None:
+    model = trusted_sparse(saved["splade"])
+    model.model_card_data.set_model_id("user/sparse")  # as `push_to_hub` does; experts that were not loaded stay there
+    assert model[0].repo_id == "user/sparse"
+
+
 def tokens(model: SparseEncoder, task: str, texts: list[str]) -> Any:
     texts = [model[0].config.instruction_of(task) + text for text in texts]
     return model.tokenizer(texts, padding=True, return_tensors="pt")
