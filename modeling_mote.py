@@ -44,9 +44,7 @@ logger: Any = logging.get_logger(__name__)
 
 SEQUENCE_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "position_ids")
 HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
-FILES_BESIDE = (
-    *("modules.json", "*sentence_*.json", "[0-9]*_*/*", "*token*.json", "vocab*", "merges.txt", "*.model", "*_mote.py"),
-)
+BESIDE = ("modules.json", "*sentence_*.json", "[0-9]*_*/*", "*token*", "vocab*", "*.txt", "*.model", "*_mote.py")
 TOKENIZER_EXTRAS = ("length", "offset_mapping", "special_tokens_mask")  # which no model uses
 
 
@@ -364,13 +362,10 @@ class MoTEModel(PreTrainedModel):
             ignored = model._keys_to_ignore_on_load_unexpected or set()
             model._keys_to_ignore_on_load_unexpected = ignored | {rf"\.experts\.{name}\." for name in others}
         model.weight_files = tuple(checkpoint_files or ())
-        return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
-
-    def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a PEFT adapter that was trained on a MoTE of these experts; `ValueError` for any other."""
-        info = super().load_adapter(*args, **kwargs)
-        _require_own_adapter(self, info)
-        return info
+        arguments = (model, state_dict, checkpoint_files, load_config, *args)
+        info, *rest = PreTrainedModel._load_pretrained_model(*arguments, **kwargs)
+        _require_own_adapter(model, info)  # `load_adapter` comes here, too
+        return info, *rest
 
     def save_pretrained(  # type: ignore[override]  # the library's other arguments are passed on
         self,
@@ -422,8 +417,8 @@ class MoTEModel(PreTrainedModel):
         with suppress(OSError):  # offline
             if commit := extract_commit_hash(str(record), None):
                 place: Any = {"revision": commit, "cache_dir": record.parents[3]}
-                snapshot_download(str(self.name_or_path), **place, allow_patterns=[*FILES_BESIDE])
-        for file in [file for pattern in FILES_BESIDE for file in record.parent.glob(pattern) if self.record]:
+                snapshot_download(str(self.name_or_path), **place, allow_patterns=[*BESIDE])
+        for file in [file for pattern in BESIDE for file in record.parent.glob(pattern) if self.record]:
             copied = folder / file.relative_to(record.parent)
             if not copied.exists():
                 copied.parent.mkdir(exist_ok=True)
