@@ -1,5 +1,6 @@
 """Exported experts in ONNX Runtime and OpenVINO."""
 
+import logging
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -56,8 +57,9 @@ def converted(trained_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
 @backends
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_a_runtime_embeds_as_torch(
-    backend: str, quantize: str | None, converted: Callable[..., Path], trained_folder: Path
+    backend: str, quantize: str | None, converted: Callable[..., Path], trained_folder: Path, monkeypatch: Any
 ) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
     out = converted(backend, quantize)
     expected = trusted(trained_folder).encode(TEXTS, prompt_name="search_query")
     assert np.array_equal(load_exported(out).encode(TEXTS), expected)
@@ -69,8 +71,14 @@ def test_a_runtime_embeds_as_torch(
     assert (told["backend"], told["quantize"], told["texts"]) == (backend, quantize, 128)
     assert told["cosine"]["least"] <= told["cosine"]["mean"] <= 1 + 1e-6
     assert f'load_exported("out", backend="{backend}")' in (out / "README.md").read_text()
-    size = sum(file.stat().st_size for file in (out / backend).iterdir())
+    files = [out / told["file"], (out / told["file"]).with_suffix(".bin")]
+    size = sum(file.stat().st_size for file in files if file.is_file())
     assert size < (out / "model.safetensors").stat().st_size * (0.5 if quantize else 1.1)
+    if backend == "onnx":  # the names that readers look for, transformers.js as "q8" and "fp32"
+        names = {"model.onnx", "model_quantized.onnx"} if quantize else {"model.onnx"}
+        assert {file.name for file in (out / backend).iterdir()} == names
+        assert Path(told["file"]).name == max(names)
+    assert logging.getLogger().handlers == []  # a handler there would print each of our lines twice
 
 
 @pytest.mark.slow

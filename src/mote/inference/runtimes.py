@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 BACKENDS = ("torch", "onnx", "openvino")
 FILES = {"onnx": "onnx/model.onnx", "openvino": "openvino/openvino_model.xml"}
+# Readers pick a precision by the file's name (transformers.js: "q8"), and take the first file by default.
+INT8 = {**FILES, "onnx": "onnx/model_quantized.onnx"}
 
 _PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "openvino": ("openvino", "nncf")}
 _LARGEST_ONNX = 1.9e9  # bytes: a single ONNX file is limited to 2 GiB
@@ -50,12 +52,14 @@ def convert(folder: Path, *, backend: str, quantize: str | None = None, texts: S
     """Add a dense Sentence-Transformers model in the format of a runtime to its folder, and compare the two.
 
     With `quantize="int8"`, matrices are 8-bit integers. ONNX Runtime computes the scales of activations as it runs
-    (dynamic quantization), OpenVINO from the texts (static). Returned are details for `mote.json`: settings, and the
-    cosines between the embeddings of the runtime (in float32) and of the model in torch, with the default prompt.
+    (dynamic quantization; the file in float32 stays beside it), OpenVINO from the texts (static). Returned are details
+    for `mote.json`: settings, and the cosines between the embeddings of the runtime (in float32) and of the model in
+    torch, with the default prompt.
     """
-    logger.info("Converting to %s …", FILES[backend])
+    name = (INT8 if quantize else FILES)[backend]
+    logger.info("Converting to %s …", name)
     trusted = instruction_pooling_in(folder) != "included"  # its code was written by this package
-    file = folder / FILES[backend]
+    file = folder / name
     file.parent.mkdir()
     try:
         encoder: Any = load_encoder(folder, device="cpu", dtype="float32", trust_remote_code=trusted)
@@ -81,7 +85,7 @@ def convert(folder: Path, *, backend: str, quantize: str | None = None, texts: S
             f"least {_LEAST_COSINES[quantize]:g}. Export it "
             + ("without `--quantize`" if quantize else "for torch, without `--backend`")
         )
-    settings = {"backend": backend, "file": FILES[backend], "quantize": quantize, "texts": len(texts)}
+    settings = {"backend": backend, "file": name, "quantize": quantize, "texts": len(texts)}
     return {"converted": {**settings, "cosine": {"mean": mean, "least": least}}}
 
 
@@ -124,7 +128,7 @@ def _traced(model: nn.Module, example: dict[str, torch.Tensor]) -> torch.export.
 
 def _write_onnx(program: Any, file: Path, quantize: str | None, features: list[dict[str, torch.Tensor]]) -> None:
     size = sum(tensor.nbytes for tensor in program.state_dict.values())
-    whole = file.with_stem("unquantized") if quantize else file
+    whole = file.with_name(Path(FILES["onnx"]).name) if quantize else file  # stays, for readers that know no int8
     torch.onnx.export(
         program,
         (),
@@ -138,15 +142,13 @@ def _write_onnx(program: Any, file: Path, quantize: str | None, features: list[d
     if quantize:
         from onnxruntime.quantization import QuantType, quantize_dynamic
 
-        quantize_dynamic(
-            whole,
-            file,
-            weight_type=QuantType.QInt8,
-            per_channel=True,
-            use_external_data_format=size > 4 * _LARGEST_ONNX,
-        )
-        for path in file.parent.glob("unquantized*"):
-            path.unlink()
+        root, null = logging.getLogger(), logging.NullHandler()
+        root.addHandler(null)  # or their `logging.warning` adds one that prints our lines again
+        try:
+            large = size > 4 * _LARGEST_ONNX
+            quantize_dynamic(whole, file, weight_type=QuantType.QInt8, per_channel=True, use_external_data_format=large)
+        finally:
+            root.removeHandler(null)
 
 
 def _write_openvino(program: Any, file: Path, quantize: str | None, features: list[dict[str, torch.Tensor]]) -> None:
@@ -189,7 +191,8 @@ def load_exported(
     folder = Path(path) if Path(path).is_dir() else hub.fetch(str(path), revision, ["*"])
     if backend == "torch":
         return load_encoder(folder, trust_remote_code=trust_remote_code)
-    file = folder / FILES[backend]
+    file = folder / INT8[backend]
+    file = file if file.is_file() else folder / FILES[backend]
     encoder: Any = load_encoder(folder, device="cpu", trust_remote_code=trust_remote_code)
     config = encoder[0].model.config
     encoder[0].model = onnx_encoder(file, config) if backend == "onnx" else openvino_encoder(file, config, ov_config)
