@@ -5,13 +5,14 @@
 
     POST /v1/embeddings   {"input": "a text" or ["…"], "model": NAME, "task": "search_query",
                            "encoding_format": "float" or "base64", "dimensions": 128, "user": "…"}
-    GET  /v1/models       the model and its tasks
+    GET  /v1/models       the model and its tasks, each also as a model, NAME:task
     GET  /health          200 as soon as requests are answered
     GET  /metrics         counters in Prometheus format
 
 A `task` puts its instruction in front of the texts, as `encode(texts, prompt_name=task)` does, and picks the expert.
-Without a task, the rules of `encode(texts)` apply: a text's own instruction, then the model's default task, otherwise
-an error. With `--no-route-by-text`, a text's own instruction does not count.
+For clients that send no other field, it may end the model's name: `NAME:search_query`. Without a task, the rules of
+`encode(texts)` apply: a text's own instruction, then the model's default task, otherwise an error. With
+`--no-route-by-text`, a text's own instruction does not count.
 
 Concurrent requests are embedded together, whatever their tasks: the model is told the task of each row.
 """
@@ -155,7 +156,10 @@ class EmbeddingsRequest(BaseModel):
     def _check_input(cls, value: Any) -> Any:
         texts = value if isinstance(value, list) else [value]
         if any(isinstance(text, int | list) for text in texts):
-            raise ValueError("lists of tokens are not accepted, as clients may have another tokenizer: send texts")
+            raise ValueError(
+                "token ids are not accepted, since they do not say of which tokenizer: send texts (in LangChain, "
+                "OpenAIEmbeddings(check_embedding_ctx_length=False))"
+            )
         if not texts or not all(isinstance(text, str) and text for text in texts):
             raise ValueError("must be a text, or a list of texts, none of them empty")
         for index, text in enumerate(texts):
@@ -234,11 +238,11 @@ class Service:
 
     async def embeddings(self, request: EmbeddingsRequest, connection: Request) -> JSONResponse:
         """Embed texts, together with the texts of other requests."""
-        self.check(request)
+        task = self.check(request)
         try:
-            items = [self.embedder.item(text, request.task) for text in request.texts]
+            items = [self.embedder.item(text, task) for text in request.texts]
         except ValueError as error:
-            if request.task:
+            if task:
                 raise refusal(400, str(error), "task", "unknown_task") from error
             reason = str(error).splitlines()[0]  # the rest is for the person who loads the model
             message = f"{reason} Send `task`.{alternatives('', self.embedder.tasks)}"
@@ -272,25 +276,34 @@ class Service:
         self.mixed_batches += len({item.expert for item in batch}) > 1
         return self.embedder.embed(batch)
 
-    def check(self, request: EmbeddingsRequest) -> None:
-        """Refuse requests that this model or service does not support."""
-        if request.model != self.name:
-            raise refusal(404, f"No model {request.model!r} here, only {self.name!r}", "model", "model_not_found")
+    def check(self, request: EmbeddingsRequest) -> str | None:
+        """Return the task, which may end the model's name; refuse what this model or service does not support."""
+        task = request.task if request.model == self.name else request.model.removeprefix(f"{self.name}:")
+        if task == request.model != self.name:
+            message = f"No model {request.model!r} here, only {self.name!r}, or with a task {self.name + ':TASK'!r}"
+            raise refusal(404, message, "model", "model_not_found")
+        if request.task not in (None, task):
+            raise refusal(400, f"task is {request.task!r}, but the model's name ends with {task!r}: send one", "task")
         if len(request.texts) > self.options.max_inputs:
             message = f"{len(request.texts)} texts in one request: send {self.options.max_inputs} at most"
+            raise refusal(400, message, "input")
+        if (longest := max(map(len, request.texts))) > self.options.max_text:
+            message = f"A text has {longest:,} characters: send {self.options.max_text:,} at most, or split it"
             raise refusal(400, message, "input")
         if request.dimensions and request.dimensions > self.embedder.dimensions:
             message = f"dimensions must be at most {self.embedder.dimensions}, not {request.dimensions}"
             raise refusal(400, message, "dimensions")
         if self.waiting >= self.options.max_waiting:
             raise refusal(503, "Too many texts are waiting: try again in a moment", code="overloaded")
+        return task
 
     async def models(self) -> JSONResponse:
-        """List the model, with its tasks."""
+        """List the model with its tasks, and its name with each task."""
         ways = {task: self.embedder.item("", task) for task in self.embedder.tasks}
         tasks = [{"task": task, "instruction": way.instruction, "expert": way.expert} for task, way in ways.items()]
-        model = {"id": self.name, "object": "model", "created": self.started, "owned_by": "mote", "tasks": tasks}
-        return JSONResponse({"object": "list", "data": [model]})
+        model = {"id": self.name, "object": "model", "created": self.started, "owned_by": "mote"}
+        names = [{**model, "id": f"{self.name}:{task}"} for task in self.embedder.tasks]
+        return JSONResponse({"object": "list", "data": [{**model, "tasks": tasks}, *names]})
 
     async def health(self) -> JSONResponse:
         """Report that requests are answered."""
@@ -393,6 +406,7 @@ def arguments() -> argparse.Namespace:
     add("--device", help="cpu, cuda, cuda:1 … (default: a GPU if there is one)")
     add("--dtype", help="dtype of the weights, such as bfloat16 (default: as stored)")
     add("--max-inputs", type=positive, default=2048, help="texts per request (default: %(default)s)")
+    add("--max-text", type=positive, default=100_000, help="characters per text (default: %(default)s)")
     add("--max-body", type=positive, default=16 * 2**20, metavar="BYTES", help="size of a request (default: 16 MiB)")
     add("--max-waiting", type=positive, default=8192, help="unanswered texts before 503 (default: %(default)s)")
     add("--grace", type=positive, default=30, metavar="S", help="time to answer open requests at exit (default: 30 s)")

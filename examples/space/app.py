@@ -41,6 +41,7 @@ CALLS = (
     "encode_document(text)",
 )
 NONE = "none"
+MOST_LINES = 500  # in a box: a visitor's texts are embedded by each expert while others wait
 CSS = """
 #spread table { width: 100%; margin: 0 }
 #spread :is(table, tr, th, td) { border: 0 }
@@ -49,9 +50,17 @@ CSS = """
 """
 
 
-def read_lines(lines: str) -> list[tuple[str, str]]:
+def lines_of(box: str) -> list[str]:
+    """Return the lines of a box that are not blank."""
+    lines = [line.strip() for line in box.splitlines() if line.strip()]
+    if len(lines) > MOST_LINES:
+        raise ValueError(f"{len(lines):,} lines: write {MOST_LINES:,} at most.")
+    return lines
+
+
+def read_lines(box: str) -> list[tuple[str, str]]:
     """Read lines of `group | text`, sorted by group; a line without a group belongs to the group "text"."""
-    parts = [line.partition("|") for line in lines.splitlines() if line.strip()]
+    parts = [line.partition("|") for line in lines_of(box)]
     return sorted((group.strip(), text.strip()) if bar else ("text", group.strip()) for group, bar, text in parts)
 
 
@@ -68,7 +77,7 @@ def heat_map(view: views.View, groups: list[str], colours: dict[str, str]) -> Fi
     image = axes.imshow(view.similarity, cmap="viridis", vmin=0, vmax=1)
     axes.set_title("Cosine similarity of each text to each other", fontsize=10)
     axes.set_xticks([])
-    axes.set_yticks(middles, [groups[start] for start in starts])
+    axes.set_yticks(middles, [groups[start] for start in starts], parse_math=False)
     axes.tick_params(length=0, pad=14)
     beside = [-0.03] * len(starts)
     axes.scatter(beside, middles, c=list(colours.values()), transform=axes.get_yaxis_transform(), clip_on=False)
@@ -102,8 +111,13 @@ class Demo:
         self.sides = ("query", "document")  # of MoTEs without them, the first expert
         if not {*self.sides} <= {*self.tasks}:
             self.sides = (self.experts[0],) * 2
-        self.prompts = [name for name, text in model.prompts.items() if text]
+        self.prompts = [name for name, prompt in model.prompts.items() if prompt or getattr(prompt, "task", None)]
         self.default_task, self.route_by_text = config.default_task or NONE, getattr(config, "route_by_text", True)
+        self.example, self.call = "clustering: How do whales breathe?", CALLS[0]
+        try:
+            self.route(self.example, self.call, "", "", self.default_task, self.route_by_text)
+        except ValueError:  # no default task, and no such instruction: open with a call that names a task
+            self.example, self.call = "How do whales breathe?", CALLS[1]
         self.views = functools.lru_cache(16)(functools.partial(views.views, model))
         self.found_first = functools.cache(functools.partial(views.found_first, model, PAIRS))
 
@@ -126,7 +140,7 @@ class Demo:
 
     def search(self, query: str, documents: str, *others: str) -> tuple[pd.DataFrame, str]:
         """Rank documents as in `encode_query` and `encode_document`, and as two other tasks for comparison."""
-        texts = [line.strip() for line in documents.splitlines() if line.strip()]
+        texts = lines_of(documents)
         if not query.strip() or not texts:
             raise ValueError("Write a query, and at least one document.")
         places = {text: rank for rank, _, text in views.search(self.model, query, texts, *others)}
@@ -219,9 +233,9 @@ def search_tab(demo: Demo, blocks: gr.Blocks) -> None:
 def route_tab(demo: Demo, blocks: gr.Blocks) -> None:
     with gr.Row():
         with gr.Column(scale=3):
-            text = gr.Textbox("clustering: How do whales breathe?", label="Text", elem_id="text")
-            call = gr.Radio(CALLS, value=CALLS[0], label="Call")
-            task = gr.Dropdown(demo.tasks, label="task=", allow_custom_value=True, visible=False)
+            text = gr.Textbox(demo.example, label="Text", elem_id="text")
+            call = gr.Radio(CALLS, value=demo.call, label="Call")
+            task = gr.Dropdown(demo.tasks, label="task=", allow_custom_value=True, visible="task=" in demo.call)
             prompt_name = gr.Dropdown(demo.prompts, label="prompt_name=", visible=False)
             default_task = gr.Dropdown([NONE, *demo.tasks], value=demo.default_task, label="The model's default_task")
             by_text = gr.Checkbox(demo.route_by_text, label="Instructions in a text count (the model's route_by_text)")

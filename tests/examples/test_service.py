@@ -181,10 +181,13 @@ BAD = [
     ({"input": []}, 400, "input", "none of them empty"),
     ({"input": ["a", ""]}, 400, "input", "none of them empty"),
     ({"input": None}, 400, "input", "must be a text"),
-    ({"input": [[1, 2], [3]]}, 400, "input", "lists of tokens are not accepted"),
+    ({"input": [[1, 2], [3]]}, 400, "input", "check_embedding_ctx_length=False"),
     ({"input": ["a", "\ud800"]}, 400, "input", "text 1 holds half of a surrogate pair"),
     ({"input": ["a"] * 2049}, 400, "input", "send 2048 at most"),
-    ({"model": "text-embedding-3-small"}, 404, "model", f"only '{NAME}'"),
+    ({"input": ["a", "b" * 100_001]}, 400, "input", "100,001 characters: send 100,000 at most"),
+    ({"model": "text-embedding-3-small"}, 404, "model", f"only '{NAME}', or with a task '{NAME}:TASK'"),
+    ({"model": f"{NAME}:serch_query", "task": None}, 400, "task", "Did you mean 'search_query'?"),
+    ({"model": f"{NAME}:search_query"}, 400, "task", "task is 'sts', but the model's name ends with 'search_query'"),
     ({"encoding_format": "int8"}, 400, "encoding_format", "'float' or 'base64'"),
     ({"dimensions": 0}, 400, "dimensions", "greater than or equal to 1"),
     ({"dimensions": 257}, 400, "dimensions", "at most 256"),
@@ -262,11 +265,12 @@ def test_fewer_dimensions_are_of_length_one_again(server: Server, model: Sentenc
 def test_the_client_of_openai(server: Server, reference: Reference) -> None:
     openai = pytest.importorskip("openai")
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        answer = client.embeddings.create(model=NAME, input=["a whale"], extra_body={"task": "search_query"})
-        assert abs(np.array(answer.data[0].embedding) - reference("a whale", "search_query")).max() < 1e-5
-        assert answer.usage.prompt_tokens > 0
-        assert [entry.id for entry in client.models.list()] == [NAME]
         config = reference.model[0].config
+        assert [entry.id for entry in client.models.list()] == [NAME, *(f"{NAME}:{task}" for task in config.tasks)]
+        for ways in ({"model": NAME, "extra_body": {"task": "search_query"}}, {"model": f"{NAME}:search_query"}):
+            answer = client.embeddings.create(input=["a whale"], **ways)
+            assert abs(np.array(answer.data[0].embedding) - reference("a whale", "search_query")).max() < 1e-5
+            assert answer.usage.prompt_tokens > 0
         assert server.get("/v1/models")["data"][0]["tasks"] == [
             {"task": task, "instruction": config.instruction_of(task), "expert": expert}
             for task, expert in config.tasks.items()

@@ -137,21 +137,27 @@ def test_the_small_mote_was_not_trained_on_the_texts(shared: Path, tmp_path: Pat
     assert not trained_on & {text for pairs in TEXTS.values() for pair in pairs for text in pair}
 
 
-PAGE = """
+PAGE = r"""
+import io
 import app, gradio
 from sentence_transformers import SentenceTransformer
 
 demo = app.Demo(SentenceTransformer(str(app.SMALL_MOTE), trust_remote_code=True), "small-mote")
 assert isinstance(app.page(demo), gradio.Blocks)
+opening = demo.route(demo.example, demo.call, demo.tasks[0], demo.prompts[0], demo.default_task, demo.route_by_text)
+assert "## Expert: " in opening  # no error
+assert "## Expert: clustering" in demo.route("a", "encode(text, prompt_name=…)", "", "Clustering", app.NONE, True)
+demo.show("$\\frac{ | a whale\n$\\frac{ | a seal\nnot TeX | bread", "clustering")[1].savefig(io.BytesIO())
 assert "| **clustering** | **" in demo.show(app.write_lines(app.MAPS[0]), "clustering")[2]
 table, counts = demo.search(*app.PAIRS[16], "classification", "clustering")
 assert table["document"].tolist() == [app.PAIRS[16][1]]
 assert "times as `query` → `document`" in counts
 assert "## Expert: search" in demo.route("whales", "encode_query(text)", "", "", app.NONE, True)
-try:
-    app.says_errors(demo.search)(" ", "a document", "clustering", "clustering")
-except gradio.Error as error:
-    print(error)
+for call in (lambda: demo.search(" ", "one", "query", "query"), lambda: demo.show("a text\n" * 501, "clustering")):
+    try:
+        app.says_errors(call)()
+    except gradio.Error as error:
+        print(error)
 """
 
 
@@ -160,3 +166,4 @@ def test_the_page(tmp_path: Path) -> None:
     pytest.importorskip("gradio", reason="see examples/space/requirements.txt")
     done = run_python(f"import sys; sys.path.insert(0, sys.argv[1])\n{PAGE}", FOLDER, cwd=tmp_path)
     assert "Write a query, and at least one document" in done.stdout
+    assert "501 lines: write 500 at most" in done.stdout
