@@ -8,7 +8,7 @@ import torch
 from ecosystem.promises import Reference, normalized, promises
 from helpers.paths import EXAMPLE_DATA
 from helpers.rows import read_rows
-from scipy.stats import pearsonr, spearmanr
+from scipy.stats import spearmanr
 from sentence_transformers import MultiVectorEncoder
 
 
@@ -17,29 +17,6 @@ def changed_experts(model: Any, reference: Reference) -> set[str]:
     before = reference.model.state_dict()
     names = [name for name, weight in model[0].model.state_dict().items() if not weight.equal(before[name])]
     return {name.split(".experts.")[1].split(".")[0] if ".experts." in name else "shared" for name in names}
-
-
-@promises("FAISS", "faiss")
-def faiss(names: dict[str, Any], reference: Reference) -> None:
-    reference.is_by(names["document_vectors"], names["documents"], "search_document")
-    assert names["found"].ravel().tolist() == [1, 2]
-
-
-@promises("BERTopic", "bertopic", tier="slow")
-def bertopic(names: dict[str, Any], reference: Reference) -> None:
-    topics = names["topics"]
-    assert len(set(topics[:10])) == len(set(topics[10:])) == 1
-    assert topics[0] != topics[10]
-    vectors = names["topic_model"].embedding_model.embed_documents(names["texts"])
-    reference.is_by(vectors, names["texts"], "clustering")
-
-
-@promises("KeyBERT", "keybert")
-def keybert(names: dict[str, Any], reference: Reference) -> None:
-    whales, inflation = ([word for word, _ in keywords] for keywords in names["keywords"])
-    assert set(whales) & {"whales", "mammals", "blowhole"}
-    assert set(inflation) & {"inflation", "prices", "rise"}
-    reference.is_by(names["vectors"], names["texts"], "clustering")
 
 
 @promises("SetFit", "setfit", tier="slow")
@@ -86,32 +63,6 @@ def mteb(names: dict[str, Any], reference: Reference) -> None:
     assert names["results"].task_results[0].get_score() == pytest.approx(expected, abs=1e-3)
 
 
-@promises("Evaluators of Sentence-Transformers")
-def evaluators(names: dict[str, Any], reference: Reference) -> None:
-    assert names["scores"]["cosine_accuracy@1"] == 1
-    similarity = names["similarity"]
-    one, other = (reference.embed(texts, "sts") for texts in (similarity.sentences1, similarity.sentences2))
-    expected = pearsonr((one * other).sum(-1), similarity.scores).statistic
-    assert names["similarities"]["pearson_cosine"] == pytest.approx(expected, abs=1e-4)
-
-
-@promises("Pairs that mean the same")
-def paraphrase_mining(names: dict[str, Any], reference: Reference) -> None:
-    vectors = reference.embed(names["texts"], "sts")
-    for score, one, other in names["pairs"]:
-        assert score == pytest.approx(vectors[one] @ vectors[other], abs=1e-4)
-    assert names["pairs"][0][1:] == [0, 2]
-
-
-@promises("Hard negatives", "datasets")
-def hard_negatives(names: dict[str, Any], reference: Reference) -> None:
-    rows = names["rows"][:]
-    queries = reference.embed(rows["query"], "search_query")
-    for column, score in (("answer", 0), ("negative", 1)):
-        expected = (queries * reference.embed(rows[column], "search_document")).sum(-1)
-        assert np.array(rows["scores"])[:, score] == pytest.approx(expected, abs=1e-4)
-
-
 @promises("Late interaction")
 def late_interaction(names: dict[str, Any], reference: Reference) -> None:
     vectors = {}
@@ -141,17 +92,6 @@ def tokens_of(reference: Reference, text: str, task: str) -> np.ndarray:
 def several_processes(names: dict[str, Any], reference: Reference) -> None:
     reference.is_by(names["vectors"], names["texts"], "clustering")
     reference.is_by(names["documents"], names["texts"], "search_document")
-
-
-@promises("pipeline")
-def pipeline(names: dict[str, Any], reference: Reference) -> None:
-    reference.is_by(np.stack([vector.numpy() for vector in names["vectors"]]), names["texts"], "clustering")
-
-
-@promises("What needs a dense model")
-def dense_only(names: dict[str, Any], reference: Reference) -> None:
-    assert "AutoModelForSequenceClassification" in names["about_scores"]
-    assert "`mote export MODEL --expert NAME --backend onnx --out DIR`" in names["about_runtimes"]
 
 
 @promises("The trainer", "datasets")

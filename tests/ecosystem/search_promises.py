@@ -4,9 +4,7 @@ from typing import Any
 
 import pytest
 from ecosystem.promises import Reference, promises
-
-QUERY = "why does everything cost more"
-TEXTS = ["how do I take back a commit", "Prices rise."]
+from ecosystem.row_promises import QUERY, TEXTS
 
 
 @promises("LangChain", "langchain_core")
@@ -20,35 +18,12 @@ def langchain(names: dict[str, Any], reference: Reference) -> None:
     assert (type(vectors), type(vectors[0][0])) == (list, float)
 
 
-@promises("LangChain 2", "langchain_huggingface")
-def langchain_huggingface(names: dict[str, Any], reference: Reference) -> None:
-    reference.is_by(names["embeddings"].embed_query(QUERY), [QUERY], "search_query")
-    reference.is_by(names["embeddings"].embed_documents(TEXTS), TEXTS, "search_document")
-
-
 @promises("LlamaIndex", "llama_index.core")
 def llamaindex(names: dict[str, Any], reference: Reference) -> None:
     (found,) = names["found"]
     assert found.text == names["documents"][1]
     (similarity,) = reference.embed([found.text], "search_document") @ reference.embed([QUERY], "search_query")[0]
     assert found.score == pytest.approx(similarity, abs=1e-4)
-
-
-@promises("LlamaIndex 2", "llama_index.embeddings.huggingface")
-def llamaindex_huggingface(names: dict[str, Any], reference: Reference) -> None:
-    reference.is_by(names["embedding"].get_query_embedding(QUERY), [QUERY], "search_query")
-    reference.is_by(names["embedding"].get_text_embedding_batch(TEXTS), TEXTS, "search_document")
-
-
-@promises("Haystack", "haystack_integrations.components.embedders.sentence_transformers")
-def haystack(names: dict[str, Any], reference: Reference) -> None:
-    documents, pipeline = names["documents"]["documents"], names["pipeline"]
-    texts = [document.content for document in documents]
-    reference.is_by([document.embedding for document in documents], texts, "search_document")
-    assert names["found"]["retriever"]["documents"][0].content == texts[1]
-    for each in (pipeline, type(pipeline).loads(pipeline.dumps())):
-        query = each.get_component("embedder").run(QUERY)
-        reference.is_by(query["embedding"], [QUERY], "search_query")
 
 
 @promises("Chroma", "chromadb")
@@ -59,19 +34,3 @@ def chroma(names: dict[str, Any], reference: Reference) -> None:
     reference.is_by(vectors, documents, "search_document")
     (similarity,) = reference.embed(documents[1:2], "search_document") @ reference.embed([QUERY], "search_query")[0]
     assert names["found"]["distances"][0] == pytest.approx([1 - similarity], abs=1e-4)
-
-
-@promises("Qdrant", "qdrant_client")
-def qdrant(names: dict[str, Any], reference: Reference) -> None:
-    ((found,), documents) = names["found"], names["documents"]
-    assert found.payload["text"] == documents[1]
-    (similarity,) = reference.embed(documents[1:2], "search_document") @ reference.embed([QUERY], "search_query")[0]
-    assert found.score == pytest.approx(similarity, abs=1e-4)
-
-
-@promises("txtai", "txtai")
-def txtai(names: dict[str, Any], reference: Reference) -> None:
-    ((found,), documents) = names["found"], names["documents"]
-    assert found["text"] == documents[1]
-    (similarity,) = reference.embed(documents[1:2], "search_document") @ reference.embed([QUERY], "search_query")[0]
-    assert found["score"] == pytest.approx(similarity, abs=1e-4)

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from ecosystem.promises import EXPORTED, MODEL, PROMISES, Reference, installed
+from ecosystem.row_promises import QUERY, ROWS, TEXTS
 from helpers.families import make_different
 from helpers.paths import ROOT
 from sentence_transformers import SentenceTransformer
@@ -29,7 +30,6 @@ for path in Path(__file__).parent.glob("*_promises.py"):  # they register themse
     importlib.import_module(f"ecosystem.{path.stem}")
 
 PAGE = (ROOT / "docs" / "ecosystem.md").read_text(encoding="utf-8")
-TEXTS = ["Whales breathe air through a blowhole.", "Prices rise and money buys less.", "how to undo a commit"]
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries, not ours
 
@@ -45,6 +45,10 @@ def blocks(language: str) -> Iterator[tuple[str, str]]:
 def tier(heading: str) -> list[pytest.MarkDecorator]:
     name = PROMISES[heading].tier
     return [getattr(pytest.mark, name)] if name else []
+
+
+FIRST = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[0]  # which all others continue
+CELLS = dict(re.findall(r"^\| (\S[^|]*) \| (.*) \|$", PAGE, re.MULTILINE))  # library → the rest of its row
 
 
 @pytest.fixture(scope="session")
@@ -83,18 +87,10 @@ def test_a_wrong_expert_shows(reference: Reference) -> None:
             assert (reference.embed(TEXTS, one) * wrong).sum(-1).max() < 0.95
 
 
-def test_a_text_without_a_task_is_told_what_to_write(folder: Path) -> None:
-    ((_, shown),) = blocks("text")
-    with pytest.raises(ValueError, match="No task") as error:
-        SentenceTransformer(str(folder), trust_remote_code=True).encode("Prices rise.")
-    first, *others = str(error.value).splitlines()
-    assert first == shown.strip()
-    for way in ("task=", "prompt_name=", "default_prompt_name=", "config_kwargs=", "mote set DIR --default-task "):
-        assert way in " ".join(others)
-
-
 def test_every_block_has_a_check() -> None:
-    headings = [heading for language in ("python", "js") for heading, _ in blocks(language)]
+    headings = [
+        heading for language in ("python", "js") for heading, _ in blocks(language) if heading != "Other libraries"
+    ]
     assert sorted(headings) == sorted(PROMISES)
 
 
@@ -106,6 +102,8 @@ def program(
 
     def write(heading: str, code: str, file: str) -> Path:
         promise = PROMISES[heading]
+        if file.endswith(".py"):
+            code = FIRST + code
         for module in promise.needs:
             if not installed(module):
                 pytest.skip(f"{module} is not installed")
@@ -132,6 +130,27 @@ def program(
 def test_python(heading: str, code: str, reference: Reference, program: Callable) -> None:
     names = runpy.run_path(str(program(heading, code, "program.py")), run_name="__main__")
     PROMISES[heading].check(names, reference)
+
+
+@pytest.mark.parametrize("best", [False, True])
+@pytest.mark.parametrize("library", ROWS)
+def test_row(library: str, best: bool, reference: Reference) -> None:
+    """The program of a row, alone or with what its last cell adds to it or to the loading of the model."""
+    row, (program, _, addition) = ROWS[library], CELLS[library].split(" | ")
+    found = re.match(r"(load with )?`(\w+=.*?)`", addition)
+    if best and found is None:
+        pytest.skip("nothing to add")
+    pytest.importorskip(row.imports.split()[1])
+    load, argument = found.groups() if best else (None, "")
+    names: dict[str, Any] = {}
+    exec(f"{row.imports}\n{FIRST.replace(MODEL, reference.folder)}", names)
+    if load:
+        names["model"] = eval(f"SentenceTransformer(M, trust_remote_code=True, {argument})", names)
+        argument = ""
+    made = eval(f"{program.strip('`')[:-1]}, {argument})", names)
+    for vectors, texts, task in zip(row.embed(made), ([QUERY], TEXTS), row.best if best else row.plain, strict=True):
+        if vectors is not None:
+            reference.is_by(vectors, texts, task or reference.model.config.default_task, instruction=bool(task))
 
 
 @pytest.mark.slow  # installs packages of npm
