@@ -24,6 +24,13 @@ def grouping(imports: str, embed: Callable[[Any], Any], best: str = "clustering"
     return Row(imports, lambda it: (None, embed(it)), best=(None, best))
 
 
+def topic_vectors(model: Any) -> Any:
+    """Embed texts as BERTopic does with a model of Sentence-Transformers."""
+    from bertopic.backend._utils import select_backend
+
+    return select_backend(model).embed(TEXTS)
+
+
 ROWS = {
     "LangChain": Row(
         "from langchain_huggingface import HuggingFaceEmbeddings",
@@ -56,8 +63,18 @@ ROWS = {
         "from milvus_model.dense import SentenceTransformerEmbeddingFunction",
         lambda it: (it.encode_queries([QUERY]), it.encode_documents(TEXTS)),
     ),
-    "redisvl": Row("from redisvl.utils.vectorize import HFTextVectorizer", lambda it: (None, it.embed_many(TEXTS))),
-    "BERTopic": grouping("from bertopic import BERTopic", lambda it: it._extract_embeddings(TEXTS)),
+    "redisvl": Row(
+        "from redisvl.utils.vectorize import HFTextVectorizer",
+        lambda it: (it.embed(QUERY, prompt_name="query"), it.embed_many(TEXTS)),
+        plain=("search_query", DEFAULT),
+    ),
+    "mem0": Row(
+        "from mem0.configs.embeddings.base import BaseEmbedderConfig\n"
+        "from mem0.embeddings.huggingface import HuggingFaceEmbedding",
+        lambda it: (it.embed(QUERY, "search"), it.embed_batch(TEXTS, "add")),
+    ),
+    "semantic-router": grouping("from semantic_router.encoders import HuggingFaceEncoder", lambda it: it(TEXTS)),
+    "BERTopic": grouping("from bertopic import BERTopic", lambda it: topic_vectors(it.embedding_model)),
     "KeyBERT": grouping("from keybert import KeyBERT", lambda it: it.model.embed(TEXTS)),
     "turftopic": grouping("from turftopic import KeyNMF", lambda it: it.encoder_.encode(TEXTS)),
     "chonkie": grouping("from chonkie import SentenceTransformerEmbeddings", lambda it: it.embed_batch(TEXTS)),
@@ -67,7 +84,9 @@ ROWS = {
         best="classification",
     ),
     "DSPy": grouping("import dspy", lambda it: it(TEXTS), best="search_query"),
-    "`pipeline`": grouping(
-        "from transformers import pipeline", lambda it: [np.mean(tokens[0], axis=0) for tokens in it(TEXTS)]
+    "`pipeline`": Row(
+        "from transformers import pipeline",
+        lambda it: (None, [np.mean(tokens[0], axis=0) for tokens in it(TEXTS)]),
+        best=(None, DEFAULT),
     ),
 }

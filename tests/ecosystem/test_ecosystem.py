@@ -148,9 +148,10 @@ def test_row(library: str, best: bool, reference: Reference) -> None:
         names["model"] = eval(f"SentenceTransformer(M, trust_remote_code=True, {argument})", names)
         argument = ""
     made = eval(f"{program.strip('`')[:-1]}, {argument})", names)
+    default = "clustering" if "default_task" in argument else reference.model.config.default_task
     for vectors, texts, task in zip(row.embed(made), ([QUERY], TEXTS), row.best if best else row.plain, strict=True):
         if vectors is not None:
-            reference.is_by(vectors, texts, task or reference.model.config.default_task, instruction=bool(task))
+            reference.is_by(vectors, texts, task or default, instruction=bool(task))
 
 
 @pytest.mark.slow  # installs packages of npm
