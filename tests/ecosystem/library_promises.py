@@ -90,8 +90,8 @@ def tokens_of(reference: Reference, text: str, task: str) -> np.ndarray:
 
 @promises("Several processes", tier="processes")
 def several_processes(names: dict[str, Any], reference: Reference) -> None:
-    reference.is_by(names["vectors"], names["texts"], "clustering")
-    reference.is_by(names["documents"], names["texts"], "search_document")
+    reference.is_by(names["groups"], names["documents"], "clustering")
+    reference.is_by(names["vectors"], names["documents"], "search_document")
 
 
 @promises("The trainer", "datasets")

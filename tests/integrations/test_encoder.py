@@ -42,6 +42,11 @@ def test_tasks_without_instructions(tmp_path: Path) -> None:
     folder = mote.upcycle(str(SMALL_ENCODER), tmp_path / "mote", experts=["one", "other"])
     encoder = TaskEncoder(folder, query_task="one", document_task="other", trust_remote_code=True)
     assert encoder.encode_queries(TEXTS) == pytest.approx(encoder.model.encode(TEXTS, task="one"))
+    assert TaskEncoder(folder, trust_remote_code=True).encode_queries(TEXTS).shape == (3, 256)  # the default task
+    mote.configure(folder, default_task="none")
+    for side, tasks in (("query", {}), ("document", {"query_task": "one"})):
+        with pytest.raises(ValueError, match=rf"no task '{side}': pass `{side}_task=`. Available: 'one', 'other'"):
+            TaskEncoder(folder, trust_remote_code=True, **tasks)
 
 
 def test_dense_models() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mote.inference.loading import load_encoder, task_arguments
+from mote.remote.configuration_mote import alternatives
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -62,6 +63,12 @@ class TaskEncoder:
             "device": device,
             "encode_kwargs": dict(encode_kwargs or {}),
         }
+        config: Any = getattr(self.model[0], "config", None)
+        if getattr(config, "routes_by_task", False) and config.default_task is None:
+            for role in ("query", "document"):  # our arguments, rather than those of `encode`, which the config names
+                if role not in config.tasks and self.settings[f"{role}_task"] is None:
+                    known = alternatives("", config.available_tasks)
+                    raise ValueError(f"The model has no task {role!r}: pass `{role}_task=`.{known}")
         self.encode_queries(["text"])
         self.encode_documents(["text"])
 
