@@ -244,7 +244,7 @@ class Service:
         except ValueError as error:
             if task:
                 raise refusal(400, str(error), "task", "unknown_task") from error
-            reason = str(error).splitlines()[0]  # the rest is for the person who loads the model
+            reason = str(error).partition(" Available:")[0]  # the rest is for the person who loads the model
             message = f"{reason} Send `task`.{alternatives('', self.embedder.tasks)}"
             raise refusal(400, message, "task", "missing_task") from error
         self.waiting += len(items)

@@ -87,8 +87,9 @@ def test_search(views: ModuleType, model: SentenceTransformer) -> None:
 def test_a_text_finds_its_expert(
     views: ModuleType, model: SentenceTransformer, arguments: dict[str, Any], expected: tuple[Any, ...]
 ) -> None:
+    before = model[0].config.default_task
     assert views.way(model, **{"text": "whales", **arguments}) == expected
-    assert model[0].config.default_task is None  # what a visitor chooses is not the model's
+    assert model[0].config.default_task == before  # what a visitor chooses is not the model's
 
 
 def test_errors(views: ModuleType, model: SentenceTransformer) -> None:
@@ -144,8 +145,11 @@ from sentence_transformers import SentenceTransformer
 
 demo = app.Demo(SentenceTransformer(str(app.SMALL_MOTE), trust_remote_code=True), "small-mote")
 assert isinstance(app.page(demo), gradio.Blocks)
-opening = demo.route(demo.example, demo.call, demo.tasks[0], demo.prompts[0], demo.default_task, demo.route_by_text)
-assert "## Expert: " in opening  # no error
+demo.model[0].config.default_task, demo.model[0].config.route_by_text = None, False
+for opened, call in ((demo, app.CALLS[0]), (app.Demo(demo.model, "small-mote"), app.CALLS[1])):
+    rest = opened.tasks[0], opened.prompts[0], opened.default_task, opened.route_by_text
+    assert "## Expert: " in opened.route(opened.example, call, *rest)  # no error
+    assert opened.call == call
 assert "## Expert: clustering" in demo.route("a", "encode(text, prompt_name=…)", "", "Clustering", app.NONE, True)
 demo.show("$\\frac{ | a whale\n$\\frac{ | a seal\nnot TeX | bread", "clustering")[1].savefig(io.BytesIO())
 assert "| **clustering** | **" in demo.show(app.write_lines(app.MAPS[0]), "clustering")[2]
