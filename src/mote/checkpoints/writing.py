@@ -142,5 +142,4 @@ def how_to_load(path: str, config: Any, pipeline: Pipeline) -> str:
     if not is_mote(config):
         return f'{pipeline.encoder}("{path}").encode(texts)'
     task = "search_query" if "search_query" in config.available_tasks else config.available_experts[0]
-    argument = "prompt_name" if config.instruction_of(task) else "task"  # an empty prompt selects no task
-    return f'{pipeline.encoder}("{path}", trust_remote_code=True).encode(texts, {argument}="{task}")'
+    return f'{pipeline.encoder}("{path}", trust_remote_code=True).encode(texts, prompt_name="{task}")'

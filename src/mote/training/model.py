@@ -226,19 +226,8 @@ def build_model(
     if settings.kind == "dense":
         model = _dense_model(recipe, source, scratch / START_FOLDER, names)
     else:
-        folder, retrieval = _mote_folder(recipe, source, scratch / START_FOLDER), retrieval_of(recipe, source)
-        encoder: Any = SentenceTransformer if retrieval.kind == "dense" else SparseEncoder
-        start = open_checkpoint(str(folder))
-        shared = adapters is not None and experts_are_copies(start.weights, start.config)
-        only_one = {"config_kwargs": {"experts": names.experts[:1]}} if shared else {}
-        model = encoder(str(folder), trust_remote_code=True, **_loading(settings), **only_one)
-        if shared:
-            share_weights(network_of(model))
+        model = _mote(recipe, source, scratch / START_FOLDER, names)
         names = network_of(model).config
-        set_router_loss(names, settings)
-        if set_instructions(names, settings):
-            model.prompts |= st.prompts_of(names)
-            model[0].on_model_ready(model)
     with_padding_token(model.tokenizer)
     apply_end_token(model.tokenizer, source, settings.end_token)
     if settings.max_length is not None:
@@ -296,6 +285,24 @@ def _dense_model(recipe: Recipe, source: Checkpoint, folder: Path, names: MoTECo
             model.save_pretrained(str(folder / "pooled"), create_model_card=False)
             write_instruction_pooling(folder / "pooled", settings.instruction_pooling)
     return SentenceTransformer(str(folder / "pooled"), trust_remote_code=True, **_loading(settings))
+
+
+def _mote(recipe: Recipe, source: Checkpoint, scratch: Path, names: MoTEConfig) -> Any:
+    """Load a MoTE as the recipe describes it, via the folder `scratch`."""
+    settings, folder = recipe.model, _mote_folder(recipe, source, scratch)
+    encoder: Any = SentenceTransformer if retrieval_of(recipe, source).kind == "dense" else SparseEncoder
+    start = open_checkpoint(str(folder))
+    shared = recipe.training.peft is not None and experts_are_copies(start.weights, start.config)
+    only_one = {"config_kwargs": {"experts": names.experts[:1]}} if shared else {}
+    model = encoder(str(folder), trust_remote_code=True, **_loading(settings), **only_one)
+    if shared:
+        share_weights(network_of(model))
+    config = network_of(model).config
+    set_router_loss(config, settings)
+    if set_instructions(config, settings):
+        model.prompts |= st.prompts_of(config)
+        model[0].on_model_ready(model)
+    return model
 
 
 def _mote_folder(recipe: Recipe, source: Checkpoint, folder: Path) -> Path:
