@@ -12,11 +12,11 @@ from typing import Any
 
 # Room → patterns of its files, and its budget in lines.
 LIBRARY = {
-    "root, remote": ((":(glob)*_mote.py", "src/mote/remote/*.py"), 2750),
+    "root, remote": ((":(glob)*_mote.py", "src/mote/remote/*.py"), 2870),
     "checkpoints": (("src/mote/checkpoints/*.py",), 2900),
-    "training": (("src/mote/training/*.py",), 4000),
-    "corpora": (("src/mote/corpora/*.py",), 1200),
-    "data": (("src/mote/data/*.py",), 800),
+    "training": (("src/mote/training/*.py",), 4020),
+    "corpora": (("src/mote/corpora/*.py",), 1210),
+    "data": (("src/mote/data/*.py",), 810),
     "evaluation, analysis": (("src/mote/evaluation/*.py", "src/mote/analysis/*.py"), 1800),
     "experts, upcycling, lengthening": (
         ("src/mote/experts/*.py", "src/mote/upcycling/*.py", "src/mote/lengthening.py"),
@@ -25,13 +25,13 @@ LIBRARY = {
     "inference": (("src/mote/inference/*.py",), 900),
     "cli, integrations, hub, reporting": (
         ("src/mote/cli/*.py", "src/mote/integrations/*.py", "src/mote/hub.py", "src/mote/reporting.py"),
-        900,
+        910,
     ),
 }
 REST = 650  # files, options, and what else is in the package
 ALL = 17_600
 OTHERS = {
-    "tests": (("tests/*.py",), 20_000),
+    "tests": (("tests/*.py",), 20_600),
     "benchmarks, scripts": (("benchmarks/*.py", "scripts/*.py"), 2500),
     "research": (("research/*.py",), 2500),
     "examples": (("examples/*.py", ":!examples/small-mote"), 1787),  # 3,031 with the copies of remote code in it

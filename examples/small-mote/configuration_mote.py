@@ -210,10 +210,9 @@ class MoTEConfig(PreTrainedConfig):
         experts, tasks = self.experts, self.tasks  # looking up an attribute of a config is slow
         for task, expert in tasks.items():
             require_known(expert, experts, f"expert of task {task!r}:")
-            if task in experts and task != expert:
-                raise ValueError(f"Task {task!r} must go to the expert of its own name, not to {expert!r}")
-        if reserved := {"auto", "none"} & tasks.keys():
-            raise ValueError(f"{min(reserved)!r} cannot be the name of a task: it is a value of default_task")
+            wrong = "cannot have this name, a value of default_task" if task in ("auto", "none") else ""
+            if wrong or (task in experts and task != expert):
+                raise ValueError(f"Task {task!r} {wrong or f'must go to the expert of its own name, not to {expert!r}'}")
         if self.default_task == "auto":
             self.default_task = "general" if "general" in experts else tasks.get("document", experts[0])
         elif self.default_task == "none":
