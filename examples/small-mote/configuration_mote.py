@@ -212,7 +212,9 @@ class MoTEConfig(PreTrainedConfig):
             require_known(expert, experts, f"expert of task {task!r}:")
             wrong = "cannot have this name, a value of default_task" if task in ("auto", "none") else ""
             if wrong or (task in experts and task != expert):
-                raise ValueError(f"Task {task!r} {wrong or f'must go to the expert of its own name, not to {expert!r}'}")
+                raise ValueError(
+                    f"Task {task!r} {wrong or f'must go to the expert of its own name, not to {expert!r}'}"
+                )
         if self.default_task == "auto":
             self.default_task = "general" if "general" in experts else tasks.get("document", experts[0])
         elif self.default_task == "none":
