@@ -4,14 +4,14 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import TASK_MOTE, code_in
+from helpers.checkpoints import TASK_MOTE, code_in, trusted
 from helpers.families import batch, difference, fresh_mote
 from helpers.kinds import EIGHT_BITS, HIERARCHICAL, MOTE, TOKEN_ROUTED
 from helpers.processes import run_as_stranger, run_python
-from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, PreTrainedModel
 
 from mote.remote.attention_pooling_mote import AttentionPoolingConfig, AttentionPoolingModel
@@ -69,6 +69,15 @@ def test_folders_of_one_name_run_their_own_code(upcycled: Path, tmp_path: Path) 
         assert [hasattr(sys.modules[kind.__module__], "CHANGED") for kind in kinds] == [False, True]
 
 
+def test_a_model_saved_without_sentence_transformers_opens_there(
+    model: Any, trained_folder: Path, tmp_path: Path
+) -> None:
+    AutoModel.from_pretrained(trained_folder, trust_remote_code=True).save_pretrained(tmp_path / "alone")
+    again = trusted(tmp_path / "alone")
+    for name in ("clustering", "search_query"):
+        assert (again.encode("x", prompt_name=name) == model.encode("x", prompt_name=name)).all()
+
+
 def last_lines(folder: Path, setup: str, status: int = 1) -> list[str]:
     """What someone reads last who loads a model where this project is not installed."""
     load = "transformers.AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True)"
@@ -96,7 +105,7 @@ OPENED = "import joblib; [*map(print, joblib.load('pickle')[1].encode('x', promp
 
 @pytest.mark.parametrize("installed", [True, False])
 def test_a_pickled_model_opens_in_another_process(
-    installed: bool, model: SentenceTransformer, trained_folder: Path, tmp_path: Path
+    installed: bool, model: Any, trained_folder: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("joblib")
     arguments = (trained_folder, "" if installed else "True")
