@@ -284,6 +284,8 @@ class MoTEModel(PreTrainedModel):
             if wrong := [i for i in ids if type(i) is not int or not 0 <= i < len(names)]:
                 raise ValueError(f"task_ids {wrong} are out of range. Tasks: {dict(enumerate(names))}")
             task = [names[i] for i in ids]
+        if hasattr(task, "tolist"):  # an array of names
+            task = task.tolist()
         if not isinstance(task, list | tuple):
             return [self.config.expert_of(task)] * rows
         if not len(task) == rows > 0:

@@ -12,6 +12,7 @@ from helpers.checkpoints import TASK_MOTE, code_in, trusted
 from helpers.families import batch, difference, fresh_mote
 from helpers.kinds import EIGHT_BITS, HIERARCHICAL, MOTE, TOKEN_ROUTED
 from helpers.processes import run_as_stranger, run_python
+from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, PreTrainedModel
 
 from mote.remote.attention_pooling_mote import AttentionPoolingConfig, AttentionPoolingModel

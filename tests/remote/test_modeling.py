@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.checkpoints import assert_same, edit_weights
@@ -188,6 +189,13 @@ def test_experts_that_were_not_loaded_are_not_lost(tmp_path: Path) -> None:
 def test_wrong_tasks_are_refused(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fresh_mote("bert")(**batch(), **arguments)
+
+
+def test_other_ways_to_name_the_tasks_of_rows() -> None:
+    model, inputs = trained_mote("bert"), batch()
+    expected = model(**inputs, task=["alpha", "beta", "alpha", "beta"]).pooler_output
+    assert model(**inputs, task=np.array(["alpha", "beta"] * 2)).pooler_output.equal(expected)
+    assert model(**inputs, task=[None, "beta"] * 2).pooler_output.equal(expected)  # None: the default task
 
 
 @pytest.mark.parametrize("name", ["taks", "tsk", "tasks", "task_id", "task_name"])
