@@ -210,10 +210,9 @@ class MoTEConfig(PreTrainedConfig):
         experts, tasks = self.experts, self.tasks  # looking up an attribute of a config is slow
         for task, expert in tasks.items():
             require_known(expert, experts, f"expert of task {task!r}:")
-            wrong = "cannot have this name, a value of default_task" if task in ("auto", "none") else ""
-            if wrong or (task in experts and task != expert):
+            if task in ("auto", "none") or (task in experts and task != expert):
                 raise ValueError(
-                    f"Task {task!r} {wrong or f'must go to the expert of its own name, not to {expert!r}'}"
+                    f"Task {task!r} must go to the expert of its own name ('auto' and 'none' are not names)"
                 )
         if self.default_task == "auto":
             self.default_task = "general" if "general" in experts else tasks.get("document", experts[0])

@@ -276,7 +276,7 @@ class MoTEModel(PreTrainedModel):
                 whole[name] = group.write(part, whole.get(name), batch_size, length)
         return self.output_class(**whole)
 
-    def _experts_of_rows(self, task: str | list[str] | None, task_ids: torch.Tensor | None, rows: int) -> list[str]:
+    def _experts_of_rows(self, task: Any, task_ids: torch.Tensor | None, rows: int) -> list[str]:
         if task_ids is not None:
             if task is not None:
                 raise ValueError("Pass either `task` or `task_ids`, not both")
@@ -284,8 +284,7 @@ class MoTEModel(PreTrainedModel):
             if wrong := [i for i in ids if type(i) is not int or not 0 <= i < len(names)]:
                 raise ValueError(f"task_ids {wrong} are out of range. Tasks: {dict(enumerate(names))}")
             task = [names[i] for i in ids]
-        if hasattr(task, "tolist"):  # an array of names
-            task = task.tolist()
+        task = task.tolist() if hasattr(task, "tolist") else task  # an array of names
         if not isinstance(task, list | tuple):
             return [self.config.expert_of(task)] * rows
         if not len(task) == rows > 0:
