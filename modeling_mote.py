@@ -44,7 +44,8 @@ logger: Any = logging.get_logger(__name__)
 
 SEQUENCE_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "position_ids")
 HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
-BESIDE = ("modules.json", "*sentence_*.json", "[0-9]*_*/*", "*token*", "vocab*", "*.txt", "*.model", "*_mote.py")
+_MODULES = ("*transformer_mote.py", "*instruction_mote.py", "*pooling_mote.py")
+BESIDE = ("modules.json", "*sentence_*.json", "[0-9]*_*/*", "*token*", "vocab*", "*.txt", "*.model", *_MODULES)
 TOKENIZER_EXTRAS = ("length", "offset_mapping", "special_tokens_mask")  # which no model uses
 
 

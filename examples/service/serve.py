@@ -76,10 +76,8 @@ class Embedder:
         self.config = model[0].config
         self.tasks = list(self.config.available_tasks)
         self.task_ids = {task: index for index, task in enumerate(self.config.tasks)}
-        # `Pooling` leaves out an instruction of one length for all rows; `instruction_pooling` knows each row's own
-        self.each_its_own = hasattr(model[0], "instruction_pooling")
-        left_out = any(getattr(module, "include_prompt", True) is False for module in model)
-        self.one_instruction = left_out and not self.each_its_own
+        # An instruction that is left out of the pooling is that of all rows of a batch.
+        self.one_instruction = any(getattr(module, "include_prompt", True) is False for module in model)
         results = self.embed([self.item("a text", task) for task in self.tasks])
         for task, result in zip(self.tasks, results, strict=True):
             if isinstance(result, Exception):
@@ -117,10 +115,7 @@ class Embedder:
     def _run(self, items: list[Item], prompt: str) -> list[Embedding | Exception]:
         """Run texts through the model, each row with the expert of its item."""
         texts = [item.instruction.removeprefix(prompt) + item.text for item in items]
-        prompts: Any = prompt
-        if self.each_its_own:
-            texts, prompts = [item.text for item in items], [item.instruction for item in items]
-        features = self.model.preprocess(texts, prompt=prompts, mixed_tasks=True)
+        features = self.model.preprocess(texts, prompt=prompt, mixed_tasks=True)
         features = batch_to_device(features, self.model.device)
         tokens = features["attention_mask"].sum(dim=1)  # [B]
         if self.config.routes_by_task:  # the expert of each row is given, not inferred from the text

@@ -103,6 +103,7 @@ def test_failures_do_not_stop_the_others(
     own = shutil.copytree(data, tmp_path / "data")
     (own / "sts" / "part1" / "test.jsonl.gz").write_bytes(b"no gzip")
     model = mote.transform(fresh_folder, tmp_path / "without-a-task", experts.remove, "clustering")
+    mote.configure(model, default_task="none")
     out = tmp_path / "out"
     words = ["evaluate", str(SMALL_ENCODER), str(model), "--data", str(own), "--out", str(out)]
     assert main([*words, "--trust-remote-code"]) == 1

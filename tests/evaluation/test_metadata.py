@@ -44,7 +44,7 @@ def test_its_dense_source_has_as_many_active_parameters(tmp_path: Path) -> None:
     settings: Any = {"pooling": "cls", "normalize": True}
     source = dense_checkpoint(tmp_path / "dense", sentence_transformers=settings)
     dense: Any = mote.model_meta(source)
-    routed: Any = mote.model_meta(upcycle(str(source), tmp_path / "mote"))
+    routed: Any = mote.model_meta(upcycle(str(source), tmp_path / "mote", paper_instructions=True))
     tokens: Any = mote.model_meta(upcycle(str(source), tmp_path / "routed", routing="token"))
     pooler = 16 * 16 + 16  # which a MoTE does not have
     assert dense.n_active_parameters == routed.n_active_parameters + pooler

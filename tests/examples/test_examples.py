@@ -40,7 +40,7 @@ def test_quickstart(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
 
 def test_encode(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     shown = run("01_encode", capsys, monkeypatch)
-    assert re.search(r"sts +→ classification +\('classification: '\)", shown)
+    assert re.search(r"sts +→ classification +\(''\)", shown)
     assert shown.count("(3, 256)") == 4
     assert "largest difference from the dense model: 0.0e+00" in shown
     assert "a batch of three tasks: [3, 256]" in shown

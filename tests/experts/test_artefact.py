@@ -111,8 +111,8 @@ def test_tasks_that_another_expert_has_stay_there(tiny_mote: Path, tmp_path: Pat
     out = add(tiny_mote, expert, tmp_path / "out", name="second", instruction="2: ", tasks=["sts"])
     tasks = MoTEModel.from_pretrained(out).config.tasks
     assert (tasks["sts"], tasks["summarization"]) == ("second", "classification")
-    with pytest.raises(ValueError, match=r"instruction 'classification: ' .* already stands for"):
-        add(tiny_mote, expert, tmp_path / "twice", name="third")
+    with pytest.raises(ValueError, match=r"instruction '2: ' .* already stands for"):
+        add(out, expert, tmp_path / "twice", name="third", instruction="2: ")
     assert not (tmp_path / "twice").exists()
 
 

@@ -286,7 +286,9 @@ def test_every_architecture_has_a_feed_forward_network() -> None:
 @pytest.fixture(scope="module")
 def upcycled_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)  # of the routers
-    return upcycle(SMALL_ENCODER, tmp_path_factory.mktemp("token") / "small-token", routing="token")
+    return upcycle(
+        SMALL_ENCODER, tmp_path_factory.mktemp("token") / "small-token", routing="token", paper_instructions=True
+    )
 
 
 @pytest.fixture(scope="module")

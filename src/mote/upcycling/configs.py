@@ -6,7 +6,7 @@ from typing import Any, cast
 from mote.checkpoints import nv_embed
 from mote.checkpoints.definitions import instruction_with
 from mote.checkpoints.reading import ATTENTION_POOLING, TOKEN_ROUTED, Checkpoint, mote_class
-from mote.checkpoints.sentence_transformers import source_prompts
+from mote.checkpoints.sentence_transformers import prompts_of, source_prompts
 from mote.checkpoints.st_settings import Pipeline, Retrieval, retrieval_in, wanted_retrieval
 from mote.remote.architectures_mote import ARCHITECTURES
 from mote.remote.configuration_mote import MTEB_PROMPTS, PAPER_INSTRUCTIONS, ROLE_HINTS, UNSEEN_TASKS, MoTEConfig
@@ -156,7 +156,8 @@ def source_instructions(options: MoTESettings, config: MoTEConfig, source: Check
     """Return the instructions that a source was trained with; if it has none, those that the result starts with."""
     of_mote = source.config.instructions if isinstance(source.config, MoTEConfig) else {}
     own = {task: text for task, text in of_mote.items() if task in config.tasks}
-    if prompts := source_prompts(source):
+    prompts = {**(prompts_of(source.config) if any(of_mote.values()) else {}), **source_prompts(source)}
+    if prompts:
         return {**own, **instructions_from(prompts, config)}
     for name, prompts in _PRESCRIBED.items():
         if re.fullmatch(name, source.public_name.rpartition("/")[2]):
