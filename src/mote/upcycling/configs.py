@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from mote.checkpoints import nv_embed
 from mote.checkpoints.definitions import instruction_with
-from mote.checkpoints.reading import ATTENTION_POOLING, TOKEN_ROUTED, Checkpoint, mote_class
+from mote.checkpoints.reading import ATTENTION_POOLING, TOKEN_ROUTED, Checkpoint, is_mote, mote_class
 from mote.checkpoints.sentence_transformers import prompts_of, source_prompts
 from mote.checkpoints.st_settings import Pipeline, Retrieval, retrieval_in, wanted_retrieval
 from mote.remote.architectures_mote import ARCHITECTURES
@@ -154,9 +154,10 @@ def instructions_of(options: MoTESettings, config: MoTEConfig, of_source: dict[s
 
 def source_instructions(options: MoTESettings, config: MoTEConfig, source: Checkpoint) -> dict[str, str]:
     """Return the instructions that a source was trained with; if it has none, those that the result starts with."""
-    of_mote = source.config.instructions if isinstance(source.config, MoTEConfig) else {}
-    own = {task: text for task, text in of_mote.items() if task in config.tasks}
-    prompts = {**(prompts_of(source.config) if any(of_mote.values()) else {}), **source_prompts(source)}
+    own, prompts = {}, source_prompts(source)
+    if is_mote(source.config):
+        own = {task: text for task, text in source.config.instructions.items() if task in config.tasks}
+        prompts = {**(prompts_of(source.config) if any(own.values()) else {}), **prompts}
     if prompts:
         return {**own, **instructions_from(prompts, config)}
     for name, prompts in _PRESCRIBED.items():
