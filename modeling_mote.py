@@ -44,8 +44,11 @@ logger: Any = logging.get_logger(__name__)
 
 SEQUENCE_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "position_ids")
 HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
-_MODULES = ("*transformer_mote.py", "*instruction_mote.py", "*pooling_mote.py")
-BESIDE = ("modules.json", "*sentence_*.json", "[0-9]*_*/*", "*token*", "vocab*", "*.txt", "*.model", *_MODULES)
+BESIDE = (  # the files of tokenizers and of Sentence-Transformers
+    *("tokenizer*", "added_tokens.json", "special_tokens_map.json", "vocab.*", "merges.txt", "*.model", "modules.json"),
+    *("*sentence_*.json", "[0-9]_*/config.json", "[0-9]_*/*model.*", "*transformer_mote.py", "*instruction_mote.py"),
+    "*pooling_mote.py",
+)
 TOKENIZER_EXTRAS = ("length", "offset_mapping", "special_tokens_mask")  # which no model uses
 
 
