@@ -179,3 +179,10 @@ def test_a_flag_may_stand_among_arguments(place: int, tmp_path: Path, capsys: py
     words.insert(place, "--dry-run")
     assert main(["train", "smoke", *words]) == 0
     assert "Dry run: nothing was trained." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["-q", "upcycle"], ["upcycle", "-q"]])
+def test_quiet(words: list[str], dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "--src", str(dense), "--out", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out == ""
+    assert (tmp_path / "out" / "config.json").is_file()

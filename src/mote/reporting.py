@@ -105,15 +105,15 @@ class ConsoleHandler(logging.Handler):
         stream.flush()
 
 
-def console_logging() -> None:
-    """Print what the package logs, as the command line does.
+def console_logging(quiet: bool = False) -> None:
+    """Print what the package logs, as the command line does; `quiet`: only warnings.
 
     In a job of several processes (`RANK` is set) only the first prints progress; all print warnings.
     """
     logger = logging.getLogger("mote")
     if not any(isinstance(handler, ConsoleHandler) for handler in logger.handlers):
         logger.addHandler(ConsoleHandler())
-    logger.setLevel(logging.WARNING if os.environ.get("RANK", "0") != "0" else logging.INFO)
+    logger.setLevel(logging.WARNING if quiet or os.environ.get("RANK", "0") != "0" else logging.INFO)
 
 
 @contextmanager

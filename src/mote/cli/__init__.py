@@ -58,7 +58,7 @@ def application(words: Sequence[str]) -> App:
     """Return the app with the commands that are among the words; of all others, it knows the line in the help."""
     app = App(
         "mote",
-        help="Text-embedding models with task experts.",
+        help="Text-embedding models with task experts. -q, anywhere: print warnings and errors alone.",
         help_format="plaintext",
         version=lambda: f"mote {mote.__version__}",
         result_action="return_value",
@@ -85,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     It is 0; 1 after an error and 2 after a usage error, which are printed in one line; 130 or 143 after a signal.
     """
     words = [*map(expanded, sys.argv[1:] if argv is None else argv)]
-    console_logging()
+    console_logging(quiet="-q" in words)
+    words = [word for word in words if word != "-q"]
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         application(words)(words, exit_on_error=False, print_error=False)
