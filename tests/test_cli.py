@@ -142,6 +142,8 @@ LONG = [
     "experts add SRC mean --name x --out OUT",
     "analyze SRC",
     "mine SRC --model bm25 --out OUT",
+]
+SLOW = [
     "filter SRC --model bm25 --out OUT",
     "interpolate SRC --out OUT --weight 0.5",
     "export SRC --out OUT --expert a",
@@ -156,7 +158,14 @@ LONG = [
 ]
 
 
-@pytest.mark.parametrize("line", [*QUICK, *(pytest.param(line, marks=pytest.mark.long) for line in LONG)])
+@pytest.mark.parametrize(
+    "line",
+    [
+        *QUICK,
+        *(pytest.param(line, marks=pytest.mark.long) for line in LONG),
+        *(pytest.param(line, marks=pytest.mark.slow) for line in SLOW),
+    ],
+)
 def test_wrong_command_lines_end_in_one_line(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
