@@ -225,7 +225,7 @@ def test_without_instructions_a_real_source_embeds_as_before(shared: Path, tmp_p
     dense = SentenceTransformer(str(source))
     texts = [*TEXTS, "", "  ", "word " * 1000, "🐳 جملة\t\u0000"]
     for expert in EXPERTS:
-        assert np.abs(model.encode(texts, task=expert) - dense.encode(texts)).max() == 0
-        prefixed = dense.encode([f"{expert}: {text}" for text in texts])
-        assert np.abs(model.encode(texts, prompt_name=expert) - prefixed).max() == 0
+        for way in ({"task": expert}, {"prompt_name": expert}, {"prompt": f"{expert}: "}):
+            expected = dense.encode(texts, prompt=way.get("prompt"))
+            assert np.abs(model.encode(texts, **way) - expected).max() == 0
     assert model.max_seq_length == dense.max_seq_length == 256
