@@ -340,11 +340,12 @@ class MoTEConfig(PreTrainedConfig):
             return instructions[prompt]
         if task in self.tasks:
             return task
-        tasks = []
-        for text in ((prompt or "") + _text_of(each) for each in inputs):
-            routing = text if self.route_by_text else prompt or ""
-            found = next((name for start, name in instructions.items() if routing.startswith(start)), None)
-            tasks.append(found or self._default(text, prompt))
+        texts = [(prompt or "") + _text_of(each) for each in inputs]
+        routing = texts if self.route_by_text else [prompt or ""] * len(texts)
+        found = [next((name for start, name in instructions.items() if text.startswith(start)), "") for text in routing]
+        undecided = [text for text, name in zip(texts, found, strict=True) if not name]
+        default = self._default(undecided, prompt) if undecided else ""
+        tasks = [name or default for name in found]
         return tasks[0] if len(set(tasks)) == 1 else tasks
 
     def _tasks_of_instructions(self) -> dict[str, str]:
@@ -353,29 +354,31 @@ class MoTEConfig(PreTrainedConfig):
         found |= {self.instruction_of(task): task for task in reversed(self.tasks)}  # for equal texts, the first task
         return {text: found[text] for text in sorted(filter(None, found), key=len, reverse=True)}
 
-    def _default(self, text: str = "", prompt: str | None = None) -> str:
-        """Return the task of a text for which no rule decides, with its prompt in front.
+    def _default(self, texts: Sequence[str] = ("",), prompt: str | None = None) -> str:
+        """Return the task of texts for which no rule decides, with their prompt in front.
 
         A warning says so, once for a model and a cause, unless the default task was chosen when loading.
         """
-        cause = f"the prompt {prompt[:60]!r} is of no task" if prompt else "no task and no prompt are given"
-        nearly = [each for each in self._tasks_of_instructions() if _letters(text).startswith(_letters(each))]
-        if not self.route_by_text:
+        if self.default_task is not None and (self.default_is_chosen or torch.compiler.is_compiling()):
+            return self.default_task
+        cause = f"the prompt {prompt[:60]!r} belongs to no task" if prompt else "no task and no prompt are given"
+        if self.route_by_text:
+            known = {_letters(each): each for each in self._tasks_of_instructions()}
+            begins = (_letters(text[: 2 * len(next(iter(known), ""))]) for text in texts)
+            nearly = next((known[start] for begin in begins for start in known if begin.startswith(start)), None)
+            cause += f" (did you mean {nearly!r}?)" if nearly else ""
+        else:
             cause += ", and what a text begins with does not count (route_by_text=False)"
-        elif nearly:
-            cause += f" (did you mean {nearly[0]!r}?)"
         if self.default_task is None:
             raise ValueError(
-                f"No task for the text {text[:60]!r}: {cause}, and the model has no default_task."
+                f"No task for the text {texts[0][:60]!r}: {cause}, and the model has no default_task."
                 f"{alternatives('', self.tasks)} For search, call encode_query and encode_document; else pass "
                 "`prompt_name=` or `task=` (in training `prompts=`), or load with config_kwargs={'default_task': TASK}"
             )
-        if not self.default_is_chosen and not torch.compiler.is_compiling():
-            logger.warning_once(
-                f"{self.name_or_path or 'MoTE'}: {cause}, so texts go to {self.default_task!r}, the default task. To "
-                "choose, call encode_query or encode_document, pass `prompt_name=` or `task=`, or load with "
-                "default_prompt_name=… or config_kwargs={'default_task': …}."
-            )
+        logger.warning_once(
+            f"{self.name_or_path or 'MoTE'}: {cause}, so texts go to {self.default_task!r}, the default task. Choose by "
+            "encode_query or encode_document, `prompt_name=`, `task=`, or config_kwargs={'default_task': …} when loading."
+        )
         return self.default_task
 
     def warn_of_instructions(self, inputs: Sequence[Any], prompt: str | None) -> None:

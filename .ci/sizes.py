@@ -12,7 +12,7 @@ from typing import Any
 
 # Room → patterns of its files, and its budget in lines.
 LIBRARY = {
-    "root, remote": ((":(glob)*_mote.py", "src/mote/remote/*.py"), 2880),
+    "root, remote": ((":(glob)*_mote.py", "src/mote/remote/*.py"), 2890),
     "checkpoints": (("src/mote/checkpoints/*.py",), 2900),
     "training": (("src/mote/training/*.py",), 4020),
     "corpora": (("src/mote/corpora/*.py",), 1210),

@@ -168,7 +168,7 @@ class MoTETransformer(Transformer):
         for name, text in model.prompts.items():
             if task := self.config.task_of_prompt(name, text):
                 if not text and (text := self.config.instruction_of(task)):
-                    logger.warning("The prompt %r is empty: used is %r, the instruction of %r", name, text, task)
+                    logger.warning("The prompt %r is empty: using %r, the instruction of %r", name, text, task)
                 model.prompts[name] = TaskPrompt(text)
                 model.prompts[name].task = task
                 model.prompts[name].name = name

@@ -214,7 +214,7 @@ def test_what_is_not_taken_from_a_source_is_announced(tmp_path: Path, caplog: py
     (folder / "retrieval").mkdir()
     (folder / "retrieval" / "adapter_config.json").touch()
     open_dense(str(folder))
-    assert re.search("The adapters in .* are not taken: retrieval", caplog.messages[-1])
+    assert re.search("The adapters in .* are ignored: retrieval", caplog.messages[-1])
 
 
 @pytest.mark.parametrize("name", ["absent", "no body/at-all", "nobody/at-all", "../absent"])

@@ -343,7 +343,7 @@ def test_a_warning_once_for_a_model_and_a_cause(caplog: pytest.LogCaptureFixture
     )
     assert warned(first, ["y"]) == []
     assert "no task" in warned(config(**RULES, name_or_path="me/second"), ["x"])[0]
-    assert "the prompt 'Find: ' is of no task" in warned(first, ["x"], None, "Find: ")[0]
+    assert "the prompt 'Find: ' belongs to no task" in warned(first, ["x"], None, "Find: ")[0]
     assert "did you mean 'cluster: '" in warned(first, ["Cluster : x"])[0]
     assert warned(first, ["cluster: x"]) == warned(first, ["x"], "query") == []
     assert (

@@ -212,11 +212,11 @@ def _settings(src: str, folder: Path, pipeline: Pipeline) -> Any:
         problem = f"is a {encoder}: only encoders of single texts are supported, {', '.join(ENCODERS)}"
     elif quantised and settings.get("model_type") not in MOTE_CLASSES:
         method = quantised.get("quant_method", "bitsandbytes")  # which old files do not name
-        problem = f"is quantised ({method}): name the model as it was before, in 16 or 32 bits"
+        problem = f"is quantised ({method}): use the model that it was made from, in 16 or 32 bits"
     if problem:
         raise ValueError(f"{src} {problem}")
     if adapters := sorted(file.parent.name for file in folder.glob("*/adapter_config.json")):
-        logger.warning("The adapters in %s are not taken: %s", src, ", ".join(adapters))
+        logger.warning("The adapters in %s are ignored: %s", src, ", ".join(adapters))
     return settings
 
 

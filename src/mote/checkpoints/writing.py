@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,13 +103,13 @@ class Repository:
             write_plainly(folder, network)
 
     def _write_network(self, model: Any, folder: Path, max_shard_size: str) -> None:
-        model.alone = False  # the other files follow
-        if self.write_weights is None:
-            model.save_pretrained(folder, max_shard_size=max_shard_size)
-        else:
-            with quiet_transformers():  # no progress bar for no weights
-                model.save_pretrained(folder, state_dict={})  # config and code
-            self.write_weights(folder)
+        with model.replacing(None) if is_mote(model.config) else nullcontext():  # the other files follow
+            if self.write_weights is None:
+                model.save_pretrained(folder, max_shard_size=max_shard_size)
+            else:
+                with quiet_transformers():  # no progress bar for no weights
+                    model.save_pretrained(folder, state_dict={})  # config and code
+                self.write_weights(folder)
         # It truncates where Sentence-Transformers does.
         self.tokenizer.model_max_length = max_seq_length(model, self.source) or self.tokenizer.model_max_length
         self.tokenizer.save_pretrained(folder)

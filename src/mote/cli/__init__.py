@@ -58,7 +58,7 @@ def application(words: Sequence[str]) -> App:
     """Return the app with the commands that are among the words; of all others, it knows the line in the help."""
     app = App(
         "mote",
-        help="Text-embedding models with task experts. -q, anywhere: print warnings and errors alone.",
+        help="Text-embedding models with task experts. -q, anywhere: print only warnings and errors.",
         help_format="plaintext",
         version=lambda: f"mote {mote.__version__}",
         result_action="return_value",
