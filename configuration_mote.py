@@ -376,8 +376,8 @@ class MoTEConfig(PreTrainedConfig):
                 "`prompt_name=` or `task=` (in training `prompts=`), or load with config_kwargs={'default_task': TASK}"
             )
         logger.warning_once(
-            f"{self.name_or_path or 'MoTE'}: {cause}, so texts go to {self.default_task!r}, the default task. Choose by "
-            "encode_query or encode_document, `prompt_name=`, `task=`, or config_kwargs={'default_task': …} when loading."
+            f"{self.name_or_path or 'MoTE'}: {cause}, so texts go to {self.default_task!r}, the default task. Choose "
+            "by encode_query or encode_document, `prompt_name=`, `task=`, or, loading, config_kwargs={'default_task': …}"
         )
         return self.default_task
 
