@@ -377,7 +377,7 @@ class MoTEConfig(PreTrainedConfig):
             )
         logger.warning_once(
             f"{self.name_or_path or 'MoTE'}: {cause}, so texts go to {self.default_task!r}, the default task. Choose "
-            "by encode_query, encode_document, `prompt_name=`, `task=`, or loading with config_kwargs={'default_task': …}"
+            "by encode_query or encode_document, `prompt_name=`, `task=`, or config_kwargs={'default_task': …}."
         )
         return self.default_task
 
