@@ -33,7 +33,7 @@ ALL = 17_600
 OTHERS = {
     "tests": (("tests/*.py",), 20_600),
     "benchmarks, scripts": (("benchmarks/*.py", "scripts/*.py"), 2500),
-    "research": (("research/*.py",), 2500),
+    "research": (("research/*.py",), 2680),
     "examples": (("examples/*.py", ":!examples/small-mote"), 1787),  # 3,031 with the copies of remote code in it
 }
 DOCS = 25_000  # words, beside the results
