@@ -1,10 +1,10 @@
 """Own tasks: is an expert for each, with everything shared frozen, as good as dense models trained on them?
 
-    python -m research.own_tasks validate --data DATA --checkpoints CHECKPOINTS --out OUT    # trials, on validation rows
-    python -m research.own_tasks test --data DATA --checkpoints CHECKPOINTS --out OUT        # once, with what they chose
+    python -m research.own_tasks validate --data DATA --checkpoints CHECKPOINTS --out OUT    # trials on validation rows
+    python -m research.own_tasks test --data DATA --checkpoints CHECKPOINTS --out OUT        # once, as they chose
 
-Three sets of three tasks, whose notions of likeness differ; two starts; three seeds. Everything about a row is decided by
-a hash of its text, so that splits are the same for all. A run is skipped if OUT/results.jsonl has its result.
+Three sets of three tasks, whose notions of likeness differ; two starts; three seeds. Splits follow hashes of the
+texts. A run is skipped if OUT/results.jsonl has its result.
 """
 
 import argparse
@@ -44,8 +44,8 @@ SEEDS = (1, 2, 3)
 VALIDATION, TEST, DOCUMENTS = 300, 1000, 5000
 ROWS = 1500
 
-# Tried on validation rows, with the smaller start and the first seed: learning rates by method. Separate models take the
-# rate of the dense one.
+# Tried on validation rows, with the smaller start and the first seed: learning rates by method. Separate models take
+# the rate of the dense one.
 RATES = {"experts": (1e-3, 5e-4, 2e-3), "dense": (1e-4, 3e-4)}
 CHOSEN: dict[str, float] = {}  # method → learning rate: filled in from the trials, before the test
 EPOCHS, BATCH = 3, 64
@@ -67,7 +67,7 @@ def text_of(row: dict[str, Any]) -> str:
 
 
 def splits(data: Path, dataset: str, rows: int) -> dict[str, list[dict[str, Any]]]:
-    """Split a dataset into training, validation and test rows; without a test split, these are of the training split."""
+    """Split a dataset into training, validation and test rows; without a test split, of the training split."""
     known, test = read(data, dataset, "train"), read(data, dataset, "test")
     if not test:
         test, known = known[:DOCUMENTS], known[DOCUMENTS:]
