@@ -52,7 +52,7 @@ def _recipe_command(name: str) -> Callable[..., None]:
     return command
 
 
-train = _recipe_command("mote.training.train:TrainingRun")
+train = _recipe_command("mote.training.train:open_run")
 pretrain = _recipe_command("mote.training.pretraining:PretrainingRun")
 
 

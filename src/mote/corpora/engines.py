@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -127,16 +127,8 @@ def _here(job: Job, numbers: Sequence[int], encoder: Encoder, progress: Callable
 
 
 def _on_ray(job: Job, numbers: Sequence[int], encoder: Encoder, progress: Callable[[int], object]) -> Generator[int]:
-    """Embed shards through Ray Data; the workers write them to storage that all of them share.
-
-    Ray finds the cluster: the one in `RAY_ADDRESS`, the one that this machine belongs to, or a new one on it.
-    """
-    import ray
-
-    connected = ray.is_initialized()
-    if not connected:
-        ray.init(log_to_driver=False, logging_level=logging.ERROR)
-    try:
+    """Embed shards through Ray Data; the workers write them to storage that all of them share."""
+    with ray_cluster() as ray:
         logging.getLogger("ray.data").setLevel(logging.ERROR)
         ray.data.DataContext.get_current().enable_progress_bars = False  # there is one already
         options = encoder.options.model_copy(update={"engine": "local", "revision": encoder.commit})
@@ -154,6 +146,18 @@ def _on_ray(job: Job, numbers: Sequence[int], encoder: Encoder, progress: Callab
                 raise row["error"]
             progress(job.rows(row["number"]))
             yield row["number"]
+
+
+@contextmanager
+def ray_cluster() -> Iterator[Any]:
+    """Connect to a cluster: the one in `RAY_ADDRESS`, the one that this machine belongs to, or a new one on it."""
+    import ray
+
+    connected = ray.is_initialized()
+    if not connected:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        yield ray
     finally:
         if not connected:
             ray.shutdown()

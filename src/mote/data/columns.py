@@ -23,6 +23,7 @@ ROW_TYPES: dict[RowType, str] = {
 # Usual names of columns.
 ANCHORS = ("anchor", "query", "question", "sentence1", "sentence_1", "text1", "premise")
 POSITIVES = ("positive", "document", "answer", "passage", "sentence2", "sentence_2", "text2", "hypothesis", "pos")
+ALIKE = ("sentence1", "sentence_1", "text1", "premise")
 NEGATIVES = re.compile(r"neg|negatives?|negative_?(\d+)")
 TEXTS = ("text", "sentence")
 SCORES = ("score", "similarity", "similarity_score", "label")
@@ -45,6 +46,17 @@ class Columns:
 
     row_type: RowType
     names: dict[str, tuple[str, ...]]  # anchor (or a single text), positive, negative, label → the dataset's columns
+
+    @property
+    def teaches(self) -> Literal["search", "labels", "similarity"]:
+        """What the rows say of texts: which document answers a query, their labels, or how alike two are.
+
+        Pairs are for search unless their columns have names of two texts of one kind, such as `sentence1`.
+        """
+        if self.row_type == "labelled":
+            return "labels"
+        alike = self.row_type == "scored" or self.names["anchor"][0] in ALIKE
+        return "similarity" if alike else "search"
 
 
 class Example(NamedTuple):
@@ -160,7 +172,8 @@ def check_value(row: dict[str, Any], column: str, kind: TypeAdapter[Any]) -> Any
     """Return a value of a row, which must be of a kind."""
     value = row.get(column)
     try:
-        kind.validate_python(value, strict=True)
+        # In CSV, numbers are strings.
+        kind.validate_python(value, strict=not (kind is NUMBER and isinstance(value, str)))
     except ValidationError as error:
         without = "" if column in row else f" (there is no such column, only {', '.join(map(repr, row)) or 'none'})"
         raise ValueError(f"{column!r}: {error.errors()[0]['msg']}, got {value!r:.80}{without}") from None

@@ -5,7 +5,9 @@ a whole file for one invalid row, knows no line numbers, and copies the data int
 """
 
 import codecs
+import csv
 import gzip
+import io
 import json
 import logging
 import re
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
     from mote.data.settings import DatasetSource
 
 HUB = "hub:"
-ENDINGS = (".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
+TABLE_ENDINGS = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
+ENDINGS = (".jsonl", ".jsonl.gz", ".json.gz", ".parquet", *TABLE_ENDINGS)
 TEXT_ENDINGS = (".txt", ".txt.gz")
 PARQUET_BATCH = 4096  # rows in memory at once, besides those of the parquet file's reader
 
@@ -55,13 +58,13 @@ class Row(NamedTuple):
 
 
 def read_files(files: Iterable[Path]) -> Iterator[Row]:
-    """Read JSON lines, parquet and plain text, whose lines become rows with a column `text`, one after another."""
+    """Read JSON lines, parquet, CSV, TSV, and plain text, whose lines become rows with a column `text`."""
     for file in files:
         refuse_pointer(file)
         with file.open("rb") as stream:
             try:
                 yield from _read(file, stream)
-            except (EOFError, OSError, ValueError, zlib.error) as error:
+            except (EOFError, OSError, ValueError, csv.Error, zlib.error) as error:
                 raise ValueError(f"{file} cannot be read: {error}") from error
 
 
@@ -71,12 +74,27 @@ def _read(file: Path, stream: BinaryIO) -> Iterator[Row]:
 
         batches = parquet.ParquetFile(stream).iter_batches(PARQUET_BATCH)
         yield from _numbered(str(file), (row for batch in batches for row in batch.to_pylist()))
+    elif file.name.endswith(TABLE_ENDINGS):
+        yield from _read_table(file, stream)
     elif file.name.endswith(ENDINGS + TEXT_ENDINGS):
         for number, line in enumerate(_unpacked(stream) if file.suffix == ".gz" else stream, start=1):
             if row := _parse(f"{file}:{number}", line, file.name.endswith(TEXT_ENDINGS)):
                 yield row
     else:
         raise ValueError(f"unknown format, expected one of {', '.join(ENDINGS + TEXT_ENDINGS)}")
+
+
+def _read_table(file: Path, stream: BinaryIO) -> Iterator[Row]:
+    """Read CSV or TSV with a header; its first line tells commas from semicolons, which Excel writes in some countries."""
+    content = _unpacked(stream) if file.suffix == ".gz" else stream
+    with io.TextIOWrapper(content, "utf-8-sig", newline="") as text:
+        header = text.readline()
+        delimiter = "\t" if ".tsv" in file.suffixes else max(",;\t", key=header.count)
+        text.seek(0)
+        rows = csv.DictReader(text, delimiter=delimiter, strict=True)
+        for row in rows:
+            where, wrong = f"{file}:{rows.line_num}", None in row or None in row.values()
+            yield Row(where, {}, "it has more or fewer fields than the header") if wrong else Row(where, row)
 
 
 def _unpacked(stream: BinaryIO) -> Any:
@@ -144,7 +162,8 @@ def find_datasets(settings: AnySettings, folder: Path) -> list[Location[AnySetti
     found = []
     for place in sorted(folder / match for match in matches):
         name = _name(place, folder, split)
-        is_file = not place.is_dir() and (len(matches) == 1 or place.name.endswith(endings))
+        is_data = place.name.endswith(endings) and not is_test_file(place)
+        is_file = not place.is_dir() and (len(matches) == 1 or is_data)
         if files := (place,) if is_file else split_files(place, split):
             found.append(Location(name, settings, files))
         else:
@@ -165,6 +184,11 @@ def find_datasets(settings: AnySettings, folder: Path) -> list[Location[AnySetti
             f"There is no dataset {target} with {expected}. In {nearest}:" + alternatives(missing, inside)
         )
     return left
+
+
+def is_test_file(path: Path) -> bool:
+    """Whether a file is the test split beside a file of training rows: `NAME.test.csv` beside `NAME.csv`."""
+    return ".test" in path.suffixes
 
 
 def split_files(folder: Path, split: str) -> tuple[Path, ...]:

@@ -14,8 +14,8 @@ class DatasetSource(Settings):
     """Where a dataset is, and what its columns mean.
 
     Attributes:
-        path: A file (`.jsonl`, `.jsonl.gz`, `.parquet`, or `.txt` with a text per line), a folder with files for the
-            split, a pattern that matches several (`retrieval/*`), all relative to the data folder; or
+        path: A file (`.jsonl`, `.csv` or `.tsv`, also with `.gz`; `.parquet`; or `.txt` with a text per line), a folder with
+            files for the split, a pattern that matches several (`retrieval/*`), all relative to the data folder; or
             `hub:user/name`, on the Hub.
         split: Split to read: `train` reads `train.jsonl.gz` and similar files.
         subset: Configuration of a dataset on the Hub.

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from mote import hub
 from mote.checkpoints.reading import open_mote
 from mote.checkpoints.sentence_transformers import source_prompts
 from mote.checkpoints.tensors import MappedFiles, weight_name
 from mote.experts.blocks import require_task_experts
-from mote.files import replaced, sha256_of
+from mote.files import read_json, replaced, sha256_of
 from mote.remote.configuration_mote import MoTEConfig, require_known
 from mote.remote.modeling_mote import MoTEModel
 from mote.remote.weights_mote import base_hash, digest_of, group_of, read_header, read_index
@@ -38,7 +38,7 @@ class ExpertArtefact:
         file: Its file.
         revision: Commit hash, if it came from the Hub.
         name: Name of the expert.
-        tasks: Tasks that the expert served.
+        tasks: Tasks that the expert served; of a file, without roles and types, such as `query` and `sts`.
         instructions: Task → text in front of its inputs; always for the task of its own name.
         base: Hash of its base.
     """
@@ -85,7 +85,7 @@ def open_expert(src: str | Path, name: str | None = None, revision: str | None =
     if name is not None:
         folder = hub.local_folder(src, revision)
         if folder is None:
-            folder = hub.fetch(str(src), revision, [SAFE_WEIGHTS_INDEX_NAME])
+            folder = hub.fetch(str(src), revision, [SAFE_WEIGHTS_INDEX_NAME, CONFIG_NAME])
             commit = folder.name  # the cache names a snapshot after its commit
         index = read_index(folder) or {"experts": {}}
         require_known(name, index["experts"], f"expert with a file of its own in {src}:")
@@ -96,7 +96,12 @@ def open_expert(src: str | Path, name: str | None = None, revision: str | None =
     header = read_header(file) if file.is_file() else {}
     if "name" not in header:
         raise ValueError(f"{file} is not the file of an expert: name one of a model as MODEL:EXPERT")
-    return ExpertArtefact(str(src), file, commit, **{key: header[key] for key in header if key != "id"})
+    expert = ExpertArtefact(str(src), file, commit, **{key: header[key] for key in header if key != "id"})
+    if name is not None:  # and what its model assigns to it
+        config = read_json(folder / CONFIG_NAME)
+        expert.tasks = [task for task, served_by in config["tasks"].items() if served_by == name]
+        expert.instructions |= {task: text for task, text in config["instructions"].items() if task in expert.tasks}
+    return expert
 
 
 def open_word(word: str) -> str | ExpertArtefact:

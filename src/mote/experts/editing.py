@@ -52,7 +52,7 @@ def add(
     texts = {name: instruction} if isinstance(instruction, str) else dict(instruction or {})
     if isinstance(start, ExpertArtefact):
         texts, tasks = _names_of_artefact(model.config, start, name, texts, tasks)
-    names = _with_expert(model.config, name, texts, tasks)
+    names = with_expert(model.config, name, texts, tasks)
     available = model.config.available_experts
     like = start if isinstance(start, str) and start in available else available[0]
     new_weights = weights_of(model, start)
@@ -152,7 +152,7 @@ def _names_of_artefact(
     return {**kept, **texts}, tasks
 
 
-def _with_expert(config: MoTEConfig, name: str, texts: dict[str, str], tasks: list[str]) -> MoTEConfig:
+def with_expert(config: MoTEConfig, name: str, texts: dict[str, str], tasks: list[str]) -> MoTEConfig:
     """Return the config with one more expert, validated."""
     return _replaced(
         config,

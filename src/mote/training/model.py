@@ -29,6 +29,7 @@ from mote.checkpoints.st_settings import (
 from mote.checkpoints.staging import ModelStaging
 from mote.checkpoints.tensors import experts_are_copies, token_routing
 from mote.checkpoints.tokens import apply_end_token, with_padding_token
+from mote.experts.editing import add, with_expert
 from mote.inference.loading import require_all_weights
 from mote.remote.configuration_mote import PAPER_INSTRUCTIONS, MoTEConfig, require_known
 from mote.reporting import quieted
@@ -52,7 +53,7 @@ def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
     settings = recipe.model
     retrieval_of(recipe, source)
     if is_mote(source.config):
-        names = matching_config(settings, source)
+        names = matching_config(settings, source, recipe.training.only_experts or ())
     elif settings.kind == "dense":
         if settings.bidirectional:
             make_bidirectional(source.config, source.name)  # or an error
@@ -157,12 +158,15 @@ def set_instructions(config: MoTEConfig, settings: ModelSettings) -> bool:
     return wanted
 
 
-def matching_config(settings: ModelSettings, source: Checkpoint) -> MoTEConfig:
+def matching_config(settings: ModelSettings, source: Checkpoint, trained: Sequence[str] = ()) -> MoTEConfig:
     """Return the config of a source that already is a MoTE, with the recipe's weight of the load-balancing loss.
 
-    It must have all other settings that the recipe names.
+    It gets those experts to train that it lacks. It must have all other settings that the recipe names.
     """
     config: Any = source.config
+    for name in trained if config.routes_by_task else ():
+        if name not in config.experts:
+            config = with_expert(config, name, {}, [task for task, own in settings.tasks.items() if own == name])
     set_router_loss(config, settings)
     set_instructions(config, settings)
     layout = MoTEConfig(backbone_config=config.backbone_config, mote_layers=settings.layers or config.mote_layers)
@@ -298,6 +302,9 @@ def _mote(recipe: Recipe, source: Checkpoint, scratch: Path, names: MoTEConfig) 
     if shared:
         share_weights(network_of(model))
     config = network_of(model).config
+    for name in set(names.experts) - {*config.experts}:  # to train, on a source that is a MoTE
+        tasks = [task for task, own in names.tasks.items() if own == name and task != name]
+        add(network_of(model), name, config.expert_of(config.default_task or config.experts[0]), tasks=tasks)
     set_router_loss(config, settings)
     if set_instructions(config, settings):
         model.prompts |= st.prompts_of(config)

@@ -16,6 +16,7 @@ from pydantic import Field, PositiveInt, ValidationError, field_validator, model
 from typing_extensions import Self, TypeVar
 from yaml import YAMLError  # type: ignore[import-untyped]
 
+from mote.data.rows import ENDINGS, HUB
 from mote.data.settings import DatasetSource
 from mote.remote.configuration_mote import alternatives, require_known
 from mote.settings import Settings, error_messages
@@ -122,9 +123,12 @@ class DatasetSettings(DatasetSource):
 class TaskSettings(Settings):
     """One task of the training: its data, and its settings for task-aware contrastive learning (paper, section 3).
 
+    A path, or a list of paths, stands for its datasets.
+
     Attributes:
         datasets: Datasets of the task.
-        anchor: Task (instruction and expert) of the first column.
+        anchor: Task (instruction and expert) of the first column. Default: the task's own expert, of its name; its
+            roles, its loss and settings of the training then follow from the data.
         positive: Task of the other columns. Default: the same as `anchor`.
         batches: `homogeneous` (each batch from one dataset), `heterogeneous` (across the task's datasets) or `blended`
             (across all tasks with this setting).
@@ -140,9 +144,9 @@ class TaskSettings(Settings):
     """
 
     datasets: list[DatasetSettings] = Field(min_length=1)
-    anchor: str
+    anchor: str = ""
     positive: str = ""
-    batches: Literal["homogeneous", "heterogeneous", "blended"]
+    batches: Literal["homogeneous", "heterogeneous", "blended"] = "homogeneous"
     pairs: Literal["same_label", "label_text"] = "same_label"
     temperature: float = Field(default=0.03, gt=0)
     weight: float = Field(default=1.0, gt=0, le=1000)
@@ -152,9 +156,16 @@ class TaskSettings(Settings):
     loss_arguments: dict[str, Any] = {}
     teacher: TeacherSettings | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _from_paths(cls, settings: Any) -> Any:
+        paths = [settings] if isinstance(settings, str) else settings
+        return {"datasets": paths} if isinstance(paths, list) else settings
+
     @model_validator(mode="after")
     def _same_positive(self) -> Self:
-        self.positive = self.positive or self.anchor
+        if self.anchor and not self.positive:
+            self.positive = self.anchor
         return self
 
     def conflicts(self) -> Iterator[str]:
@@ -249,11 +260,19 @@ class Recipe(RunSettings):
 
     Attributes:
         tasks: Task → its data and settings.
+        together: Whether the tasks train one model. If not, each trains its own expert by itself, beside the expert
+            `general`; everything else stays as in the source.
+        queries_only: Whether an expert for search, trained by itself, embeds queries alone, and `general` the
+            documents, whose index stays valid.
+        engine: Where tasks are trained by themselves: one after another here (`local`), or through Ray (`ray`).
         retrieval: The model's vectors.
         training: `SentenceTransformerTrainingArguments`, and eight settings of ours.
     """
 
     tasks: dict[str, TaskSettings] = Field(min_length=1)
+    together: bool = True
+    queries_only: bool = False
+    engine: Literal["local", "ray"] = "local"
     retrieval: RetrievalSettings = RetrievalSettings()
     training: TrainingSettings = TrainingSettings()
 
@@ -262,6 +281,10 @@ class Recipe(RunSettings):
     def conflicts(self) -> Iterator[str]:
         """Name settings of different parts of the recipe that do not go together."""
         kind, vectors, training, peft = self.model.kind, self.retrieval.kind, self.training, self.training.peft
+        if not self.together and (kind != "mote" or any(task.anchor for task in self.tasks.values())):
+            yield "together=false is for model.kind=mote, and for tasks whose experts have their names (no `anchor`)"
+        if self.queries_only and self.together and training.only_experts is None:
+            yield "queries_only needs together=false: otherwise the documents' embeddings change, too"
         for dataset in (dataset for task in self.tasks.values() for dataset in task.datasets):
             if dataset.instruction and not self.model.instructions:
                 yield f"{dataset.path} has an instruction, but model.instructions is false"
@@ -306,6 +329,9 @@ def load_recipe(
         key, equals, text = override.partition("=")
         if not equals or not key:
             raise ValueError(f"Override {override!r}: expected key=value, as in training.learning_rate=2e-5")
+        if key not in kind.model_fields and "." not in key and (text.endswith(ENDINGS) or text.startswith(HUB)):
+            key = f"tasks.{key}"  # a task of one's own, and its data
+            override = f"{key}={text}"
         with _valid_yaml(f"The override {override!r}"):
             value: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
             _require_tasks_to_remove(settings, OmegaConf.from_dotlist([override]))

@@ -19,7 +19,7 @@ from mote.checkpoints.options import WriteOptions
 from mote.checkpoints.provenance import command_line, new_step
 from mote.checkpoints.reading import Checkpoint, is_mote, open_checkpoint
 from mote.checkpoints.writing import Repository
-from mote.files import lock
+from mote.files import lock, read_json
 from mote.reporting import table
 from mote.training.processes import processes
 from mote.training.progress import Tracker, draw_curves
@@ -28,6 +28,7 @@ from mote.training.run_folder import (
     CURVES_FILE,
     LOCK_FILE,
     RECIPE_FILE,
+    RUN_FILE,
     STATE_FILE,
     RunFolder,
     as_yaml,
@@ -91,12 +92,7 @@ class Run(ABC):
         self._load_model()
         with state.main_process_first():  # the others find teachers' embeddings in the cache
             logger.info("%s", self._describe_data())
-        identity: dict[str, dict[str, Any]] = {
-            "settings": fixed_settings(self.recipe),
-            "models": models,
-            "data": self.data.hashes(),
-            "processes": {"number": state.num_processes},
-        }
+        identity = self._identity(models)
         if self.checkpoint is not None:
             self.folder.require_same(**identity)
         if self.recipe.training.gradient_checkpointing:
@@ -106,6 +102,27 @@ class Run(ABC):
         if state.is_main_process:
             self.folder.begin(self.recipe, identity, self.checkpoint)
         return self
+
+    def is_done(self) -> bool:
+        """Whether this very run has finished; one that another run of the folder began is to be replaced."""
+        kept = read_json(self.folder.path / RUN_FILE, missing_ok=True)
+        if self.overwrite or not kept:
+            return False
+        self.source = open_checkpoint(self.recipe.model.source, self.recipe.model.revision)
+        self._check()
+        models = self.identify_models()
+        self._load_data()
+        self.overwrite = any(kept[part] != ours for part, ours in self._identity(models).items())
+        return not self.overwrite and kept["finished"] and self.folder.model.exists()
+
+    def _identity(self, models: dict[str, str]) -> dict[str, dict[str, Any]]:
+        """Return what determines the result."""
+        return {
+            "settings": fixed_settings(self.recipe),
+            "models": models,
+            "data": self.data.hashes(),
+            "processes": {"number": processes().num_processes},
+        }
 
     def train(self) -> None:
         """Train to the end; a run that stops says from which checkpoint it resumes."""

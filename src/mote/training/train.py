@@ -19,6 +19,7 @@ from torch import nn
 from transformers import Trainer
 
 from mote.checkpoints.models import load_tokenizer
+from mote.checkpoints.reading import open_checkpoint
 from mote.checkpoints.tensors import token_routing, weight_name
 from mote.remote.configuration_mote import MoTEConfig
 from mote.training.adapters import AdapterCheckpoints, merge_adapters, network_of, trained_weights
@@ -26,9 +27,10 @@ from mote.training.batches import BlendedCollator, EvenBatchSampler, TaskBatchSa
 from mote.training.data import BLENDED, TrainingData, TrainingSet, load_data
 from mote.training.losses import LoadBalancedLoss, build_loss, check_loss
 from mote.training.model import SHARED, build_model, encodings, names_of
+from mote.training.own_tasks import complete
 from mote.training.processes import build_arguments, processes, replicated, with_fsdp
 from mote.training.progress import LOSS_FILE, RunCallback, SparsitySchedule, TrackedLoss
-from mote.training.recipe import Recipe
+from mote.training.recipe import Recipe, load_recipe
 from mote.training.run import Run
 from mote.training.teachers import TeacherEmbeddings, teachers_of
 from mote.training.validation import Validation
@@ -56,7 +58,15 @@ def train(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, overwri
         ValueError: If a setting, the data, or a checkpoint is invalid; `NonFiniteError` if training diverges.
         OSError: If the disk is full or read-only.
     """
-    return TrainingRun(recipe, overrides, overwrite=overwrite).run()
+    return open_run(recipe, overrides, overwrite=overwrite).run()
+
+
+def open_run(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, overwrite: bool = False) -> Any:
+    """Return the run of a recipe, with `plan` and `run`: one of all tasks together, or one for each."""
+    from mote.training.separately import SeparateRuns
+
+    loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
+    return (TrainingRun if loaded.together else SeparateRuns)(loaded, overwrite=overwrite)
 
 
 class TrainingRun(Run):
@@ -70,6 +80,20 @@ class TrainingRun(Run):
     data: TrainingData
     teachers: dict[str, TeacherEmbeddings] | None = None  # if they are to embed the texts
     validation: Validation | None = None
+
+    def _open(self) -> None:
+        self._complete()
+        super()._open()
+
+    def is_done(self) -> bool:
+        """Whether this very run has finished; one that another run of the folder began is to be replaced."""
+        self._complete()
+        return super().is_done()
+
+    def _complete(self) -> None:
+        """Complete tasks of one's own, from their data."""
+        if not all(task.anchor for task in self.recipe.tasks.values()):
+            self.recipe = complete(self.recipe, open_checkpoint(self.recipe.model.source, self.recipe.model.revision))
 
     def _check(self) -> None:
         for name, task in self.recipe.tasks.items():

@@ -1,0 +1,73 @@
+"""Tasks of one's own: their roles, loss and training follow from their data."""
+
+import logging
+from typing import Any
+
+from mote.checkpoints.reading import Checkpoint, is_mote
+from mote.data.columns import ROW_TYPES, Examples, read_examples
+from mote.data.rows import find_datasets
+from mote.training.recipe import Recipe
+
+GENERAL = "general"
+"""Expert that stays the source."""
+
+# What data teach → roles of search, or MTEB's types of tasks, that their expert can serve.
+ROLES = {
+    "search": ("query", "document"),
+    "labels": ("classification",),
+    "similarity": ("sts", "pair_classification"),
+}
+
+logger = logging.getLogger(__name__)
+
+
+def settings_for(rows: int, only_experts: bool) -> dict[str, Any]:
+    """Return batch size, epochs and learning rate for a number of rows, from trials (research/lab.md, own tasks)."""
+    return {
+        "batch_size": 64 if rows < 5_000 else 128 if rows < 20_000 else 256,
+        "num_train_epochs": 3 if rows < 5_000 else 2 if rows < 20_000 else 1,
+        "learning_rate": 1e-3 if only_experts else 1e-4,
+    }
+
+
+def complete(recipe: Recipe, source: Checkpoint) -> Recipe:
+    """Complete the tasks without an `anchor`: roles, loss, and the settings of the training, from their data.
+
+    An expert gets the roles that no other has; it is always reached by its own name.
+    """
+    config: Any = source.config if is_mote(source.config) else None
+    base = GENERAL if config is None else config.expert_of(config.default_task or config.experts[0])
+    served = {**(config.tasks if config else {}), **recipe.model.tasks}
+    own = [name for name, task in recipe.tasks.items() if not task.anchor]
+    tasks, rows = {**recipe.tasks}, 0
+    for name in own:
+        data = _read(recipe, name)
+        columns, count = data[0].columns, sum(len(one.rows) for one in data)
+        searches, roles = columns.teaches == "search", ROLES[columns.teaches]
+        free = all(served.get(role, name) == name for role in roles)
+        served |= dict.fromkeys(roles, name) if free else {}
+        settings: dict[str, Any] = {"anchor": "query" if searches and free else name}
+        if searches and recipe.queries_only:
+            served["document"] = base if free else served["document"]
+        if searches and (free or recipe.queries_only):
+            settings["positive"] = "document"
+        settings |= {"loss": "CoSENTLoss"} if columns.row_type == "scored" else {"temperature": 0.05}
+        tasks[name] = tasks[name].updated(**{**settings, **tasks[name].model_dump(exclude_unset=True)})
+        rows += count
+        serves = f"serves {', '.join(roles)}" if free else "reached by its name, as another expert serves its roles"
+        logger.info("%s: %s %s; %s", name, f"{count:,}", ROW_TYPES[columns.row_type], serves)
+    chosen = settings_for(rows, recipe.training.only_experts is not None)
+    training = {**chosen, **recipe.training.model_dump(exclude_unset=True)}
+    model = {"tasks": {role: name for role, name in served.items() if config is None or role not in config.tasks}}
+    model |= {} if config else {"experts": recipe.model.experts or own}
+    return recipe.updated(tasks=tasks, model=recipe.model.updated(**model), training=training)
+
+
+def _read(recipe: Recipe, name: str) -> list[Examples]:
+    """Read the datasets of a task, which must all teach the same."""
+    places = [one for dataset in recipe.tasks[name].datasets for one in find_datasets(dataset, recipe.data.place)]
+    data = {one.name: read_examples(one, recipe.data.max_invalid_fraction) for one in places}
+    if len({one.columns.row_type for one in data.values()}) > 1:
+        types = "; ".join(f"{dataset}: {ROW_TYPES[one.columns.row_type]}" for dataset, one in data.items())
+        raise ValueError(f"tasks.{name} mixes {types}: make them tasks of their own")
+    return [*data.values()]

@@ -1,0 +1,141 @@
+"""Experts trained each by itself, beside `general`, which is the source: one run for each task, and the MoTE of them all.
+
+Everything that experts share is frozen. So a task's expert depends on its own data, the source and the settings alone:
+it is the same file, byte for byte, whichever other tasks are trained, and wherever.
+"""
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mote.checkpoints.models import load_mote, load_tokenizer
+from mote.checkpoints.options import WriteOptions
+from mote.checkpoints.provenance import new_step, read_steps
+from mote.checkpoints.reading import is_mote, open_checkpoint, open_mote
+from mote.checkpoints.writing import Repository
+from mote.corpora.engines import ray_cluster
+from mote.experts.artefact import ExpertArtefact, open_expert
+from mote.experts.editing import add, weights
+from mote.files import lock, read_json
+from mote.remote.modeling_mote import MoTEModel
+from mote.training.own_tasks import GENERAL
+from mote.training.processes import processes
+from mote.training.progress import draw_curves
+from mote.training.recipe import Recipe
+from mote.training.run_folder import CURVES_FILE, LOCK_FILE, RECIPE_FILE, STATE_FILE, RunFolder, as_yaml
+from mote.training.train import TrainingRun
+
+logger = logging.getLogger(__name__)
+
+
+class SeparateRuns:
+    """The runs of a recipe, one for each task, in `tasks/NAME` of its folder."""
+
+    def __init__(self, recipe: Recipe, *, overwrite: bool = False) -> None:
+        self.recipe, self.folder = recipe, RunFolder(Path(recipe.output))
+        source = open_checkpoint(recipe.model.source, recipe.model.revision)
+        self.runs: dict[str, TrainingRun] = {}
+        for name, task in recipe.tasks.items():
+            experts = {} if is_mote(source.config) else {"experts": [GENERAL, name]}
+            own = recipe.updated(
+                output=str(self.folder.path / "tasks" / name),
+                model=recipe.model.updated(**experts),
+                tasks={name: task},
+                training=recipe.training.updated(only_experts=[name]),
+                together=True,
+            )
+            self.runs[name] = TrainingRun(own, overwrite=overwrite)
+
+    def plan(self) -> str:
+        """Describe the runs. Writes nothing."""
+        return "\n\n".join(_done(name) if run.is_done() else run.plan() for name, run in self.runs.items())
+
+    def run(self) -> Path:
+        """Train the experts that are not there yet, and return the folder of the MoTE with all of them."""
+        state = processes()
+        with lock(self.folder.path / LOCK_FILE) if state.is_main_process else nullcontext():
+            left = {name: run for name, run in self.runs.items() if not run.is_done()}
+            for name in self.runs.keys() - left.keys():
+                logger.info("%s", _done(name))
+            if self.recipe.engine == "ray":
+                _train_on_ray([*left.values()])
+            else:
+                for number, (name, run) in enumerate(left.items(), start=1):
+                    logger.info("Task %d of %d: %s", number, len(left), name)
+                    run.run()
+            if state.is_main_process:
+                self._write()
+            state.wait_for_everyone()
+        return self.folder.model
+
+    def _write(self) -> None:
+        """Write the MoTE: the first one that was trained, with the others' experts."""
+        names = [*self.runs]
+        folders = {name: run.folder.model for name, run in self.runs.items()}
+        source = open_mote(str(folders[names[0]]))
+        model = load_mote(source)
+        others = [open_expert(folders[name], name) for name in names[1:]]
+        for expert in others:
+            _put(model, expert, open_mote(expert.source).config.tasks)
+        steps = [read_steps(folders[name])[-1] for name in names]
+        log = [read_json(run.folder.path / STATE_FILE)["log_history"] for run in self.runs.values()]
+
+        def add_files(folder: Path) -> dict[str, Any]:
+            (folder / RECIPE_FILE).write_text(as_yaml(self.recipe), encoding="utf-8")
+            draw_curves([line for lines in log for line in lines], folder / CURVES_FILE, self.recipe.name)
+            return {}
+
+        found = {name: step["validation"] for name, step in zip(names, steps, strict=True)}
+        scores = [
+            (name, f"{one['before'][f'validation_{name}']:.4g}", f"{one['after'][f'validation_{name}']:.4g}")
+            for name, one in found.items()
+            if f"validation_{name}" in one["after"]
+        ]
+        totals = {key: sum(step[key] for step in steps) for key in ("steps", "seconds")}
+        record = {**steps[0], **totals, "data": [report for step in steps for report in step["data"]]}
+        repository = Repository(
+            model,
+            source,
+            [*(step for step in steps[1:]), new_step("join")],
+            others,
+            tokenizer=load_tokenizer(source),
+            after=add_files,
+            training={"recipe": self.runs[names[0]].recipe, "run": record, "scores": scores},
+        )
+        repository.write(self.folder.model, WriteOptions(overwrite=True), self.folder.path.name)
+
+
+def _done(name: str) -> str:
+    return f"{name}: trained already, from the same data with the same settings"
+
+
+def _put(model: MoTEModel, expert: ExpertArtefact, tasks: Mapping[str, str]) -> None:
+    """Put an expert into a MoTE, as a new one or in place of the one of its name, and assign roles that nobody has."""
+    if expert.name in model.config.experts:
+        trained = expert.weights_for(model)
+        with torch.no_grad():
+            for key, weight in weights(model, expert.name).items():
+                weight.copy_(trained[key])
+    else:
+        add(model, expert.name, expert)
+    model.config.tasks = {**tasks, **model.config.tasks}
+    model.config.validate()
+
+
+def _train_on_ray(runs: Sequence[TrainingRun]) -> None:
+    """Train through Ray, each run in a process of its own; folders are on storage that all machines share."""
+    with ray_cluster() as ray:
+        gpus = 1 if torch.accelerator.is_available() else 0
+        train = ray.remote(num_gpus=gpus, max_retries=0)(_train_in)
+        for done in [train.remote(os.getcwd(), run.recipe, run.overwrite) for run in runs]:  # noqa: PTH109
+            ray.get(done)
+
+
+def _train_in(folder: str, recipe: Recipe, overwrite: bool) -> None:
+    os.chdir(folder)  # a worker starts in one of its own
+    TrainingRun(recipe, overwrite=overwrite).run()
