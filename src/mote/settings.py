@@ -33,7 +33,11 @@ class Settings(BaseModel):
         for key in settings if isinstance(settings, dict) and cls.model_config["extra"] == "forbid" else ():
             if key not in cls.model_fields:
                 raise ValueError(f"unknown key {key!r}." + alternatives(key, cls.model_fields))
-        return {key: expanded(settings[key]) for key in settings} if isinstance(settings, dict) else settings
+        if not isinstance(settings, dict):
+            return settings
+        # In a recipe, null removes the entries of the one that it extends.
+        empty = {name for name, field in cls.model_fields.items() if field.default == {} and settings.get(name) is None}
+        return {key: expanded(value) for key, value in settings.items() if key not in empty}
 
     def conflicts(self) -> Iterable[str]:
         """Name settings that cannot be used together."""

@@ -9,7 +9,7 @@ import logging
 import random
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -94,11 +94,12 @@ def load_data(
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase | None = None,
     teachers: Mapping[str, TeacherEmbeddings] | None = None,
+    longest: int | None = None,
 ) -> TrainingData:
     """Read and prepare everything that a recipe trains on.
 
     The tokenizer is for datasets with a `max_length`. Teachers, from `teachers_of`, embed the texts, which can take
-    hours; without them, rows for distillation have no labels.
+    hours; without them, rows for distillation have no labels. Reports count texts of more than `longest` tokens.
     """
     datasets = _find_datasets(recipe)
     for dataset in datasets:
@@ -113,6 +114,9 @@ def load_data(
         dataset.report.used = len(dataset.rows)
         name = dataset.task_name if dataset.task.batches == "heterogeneous" else dataset.name
         groups.setdefault(name, []).append(dataset)
+    for dataset in datasets if tokenizer is not None and longest else ():
+        if count := count_longer(chain.from_iterable(_text_columns(dataset.rows).values()), tokenizer, longest):
+            dataset.report.notes.append(f"{count:,} texts are longer than the {longest:,} tokens that the model reads")
     sets = {name: _training_set(name, group, recipe, tokenizer, teachers or {}) for name, group in groups.items()}
     parts = [sets.pop(name) for name in groups if sets[name].settings.batches == "blended"]
     if parts:
@@ -122,6 +126,13 @@ def load_data(
         dataset.rows = []
     validation = [dataset for dataset in datasets if dataset.held_out]
     return TrainingData(sets, validation, [dataset.report for dataset in datasets])
+
+
+def count_longer(texts: Iterable[str], tokenizer: Any, longest: int) -> int:
+    """Count the texts that have more tokens than the model reads, the special ones included."""
+    candidates = [text for text in texts if len(text) > longest - 2]  # a token has a letter, or is special
+    found = tokenizer(candidates, return_length=True, verbose=False)["length"] if candidates else []
+    return sum(length > longest for length in found)
 
 
 def _find_datasets(recipe: Recipe) -> list[DatasetRows]:

@@ -255,6 +255,8 @@ def build_loss(model: Any, training_set: TrainingSet, recipe: Recipe) -> nn.Modu
         # them one after the other, and gives the same gradients.
         size = training.mini_batch_size or training.batch_size // count
         training = training.model_copy(update={"mini_batch_size": size, "gradient_caching": True})
+    elif training.mini_batch_size is not None and training.batch_size <= training.mini_batch_size:
+        training = training.model_copy(update={"mini_batch_size": None})  # caching would only take longer
     sparse = recipe.retrieval.kind != "dense"
     gathered = training.cross_device_negatives and count > 1
     loss: nn.Module

@@ -239,8 +239,6 @@ def build_model(
     if settings.dropout is not None:
         set_dropout(model, settings.dropout)
     if only_experts is not None:  # everything else gets no gradients and no weight decay
-        if recipe.training.learning_rate <= 5e-6:
-            logger.warning("training.learning_rate is the paper's, for whole models: a new expert may learn little")
         model.requires_grad_(False)
         for block in network_of(model).blocks:
             for name in only_experts:

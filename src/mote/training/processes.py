@@ -1,6 +1,8 @@
 """The processes that train together, and the arguments of their trainer."""
 
+import logging
 import os
+import sys
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +15,8 @@ from mote.training.run_folder import RunFolder
 from mote.training.trainer_settings import TrainerSettings
 
 Arguments = TypeVar("Arguments", bound=TrainingArguments)
+
+logger = logging.getLogger(__name__)
 
 
 def processes() -> PartialState:
@@ -47,6 +51,7 @@ def build_arguments(kind: type[Arguments], training: TrainerSettings, folder: Ru
     count = processes().num_processes
     own: dict[str, Any] = {
         "report_to": "none",
+        "disable_tqdm": not sys.stderr.isatty() or not logger.isEnabledFor(logging.INFO),
         "use_cpu": not torch.accelerator.is_available(),  # explicit, so that bf16 is accepted on CPUs
         "dataloader_pin_memory": torch.cuda.is_available(),
         "ddp_find_unused_parameters": True,  # experts of other tasks get no gradient

@@ -1,5 +1,6 @@
 """Progress of a run: counts for each task, and checkpoints with a file that marks them complete."""
 
+import logging
 import math
 import time
 from collections import defaultdict
@@ -21,6 +22,9 @@ from mote.training.recipe import RetrievalSettings
 from mote.training.run_folder import CHECKPOINT_FILE, hashes_of
 
 LOSS_FILE = "loss.pt"
+LINES = 20  # about the progress, where there is no bar
+
+logger = logging.getLogger(__name__)
 
 
 class NonFiniteError(ValueError):
@@ -135,6 +139,8 @@ class RunCallback(TrainerCallback):
         if "grad_norm" in logs:
             logs |= self.tracker.last  # for the progress bar, which comes later
             state.log_history[-1] |= self.tracker.last
+            if args.disable_tqdm and state.global_step % max(1, state.max_steps // LINES) == 0:
+                logger.info("step %d of %d, loss %.4g", state.global_step, state.max_steps, logs["loss"])
 
     def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Complete the checkpoint, after all processes have written their parts."""

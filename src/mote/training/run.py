@@ -37,6 +37,9 @@ from mote.training.run_folder import (
     step_of,
 )
 
+FEW_STEPS = 50
+LITTLE = 2e-3  # steps x learning rate: twice as much as AdamW, at a falling rate, can move a weight by
+
 logger = logging.getLogger(__name__)
 
 
@@ -169,6 +172,12 @@ class Run(ABC):
         """Read the data, and describe them and the steps."""
         training, per_epoch = self.recipe.training, self._load_data()
         steps = training.max_steps if training.max_steps > 0 else math.ceil(per_epoch * training.num_train_epochs)
+        if steps < FEW_STEPS or steps * training.learning_rate < LITTLE:
+            logger.warning(
+                "%d steps at a learning rate of %g teach next to nothing: set a smaller training.batch_size (now %d), "
+                "more training.num_train_epochs, or a higher training.learning_rate",
+                *(steps, training.learning_rate, training.batch_size),
+            )
         return f"{self.data}\n\n{steps:,} steps, {self.arguments.get_warmup_steps(steps)} of them warmup"
 
     def identify_models(self) -> dict[str, str]:
@@ -218,3 +227,5 @@ class Run(ABC):
         logger.info("%d steps in %.0f s", tracker.step, tracker.seconds)
         if scores:
             logger.info("%s", table(["held out", "before", "after"], scores))
+            if all(abs(value - before.get(name, math.inf)) < 0.05 for name, value in after.items()):
+                logger.warning("Nothing that is measured on held-out texts has changed: more steps, or a higher rate?")

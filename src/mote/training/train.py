@@ -20,6 +20,7 @@ from transformers import Trainer
 
 from mote.checkpoints.models import load_tokenizer
 from mote.checkpoints.reading import open_checkpoint
+from mote.checkpoints.sentence_transformers import pipeline_of
 from mote.checkpoints.tensors import token_routing, weight_name
 from mote.remote.configuration_mote import MoTEConfig
 from mote.training.adapters import AdapterCheckpoints, merge_adapters, network_of, trained_weights
@@ -111,7 +112,8 @@ class TrainingRun(Run):
         self.tokenizer = self.model.tokenizer
 
     def _load_data(self) -> int:
-        self.data = load_data(self.recipe, self.tokenizer, self.teachers)
+        longest = pipeline_of(self.source).transformer.get("max_seq_length") or self.tokenizer.model_max_length
+        self.data = load_data(self.recipe, self.tokenizer, self.teachers, self.recipe.model.max_length or longest)
         recipe, sets, training = self.recipe, self.data.sets, self.recipe.training
         count = processes().num_processes
         own: dict[str, Any] = {
