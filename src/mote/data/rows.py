@@ -85,7 +85,7 @@ def _read(file: Path, stream: BinaryIO) -> Iterator[Row]:
 
 
 def _read_table(file: Path, stream: BinaryIO) -> Iterator[Row]:
-    """Read CSV or TSV with a header; its first line tells commas from semicolons, which Excel writes in some countries."""
+    """Read CSV or TSV with a header, which shows whether commas or, as in some countries, semicolons end fields."""
     content = _unpacked(stream) if file.suffix == ".gz" else stream
     with io.TextIOWrapper(content, "utf-8-sig", newline="") as text:
         header = text.readline()

@@ -14,9 +14,9 @@ class DatasetSource(Settings):
     """Where a dataset is, and what its columns mean.
 
     Attributes:
-        path: A file (`.jsonl`, `.csv` or `.tsv`, also with `.gz`; `.parquet`; or `.txt` with a text per line), a folder with
-            files for the split, a pattern that matches several (`retrieval/*`), all relative to the data folder; or
-            `hub:user/name`, on the Hub.
+        path: A file (`.jsonl`, `.csv` or `.tsv`, also with `.gz`; `.parquet`; or `.txt` with a text per line), a folder
+            with files for the split, or a pattern that matches several (`retrieval/*`), all relative to the data
+            folder; or `hub:user/name`, on the Hub.
         split: Split to read: `train` reads `train.jsonl.gz` and similar files.
         subset: Configuration of a dataset on the Hub.
         revision: Branch, tag or commit of a dataset on the Hub.

@@ -98,7 +98,7 @@ def open_expert(src: str | Path, name: str | None = None, revision: str | None =
         raise ValueError(f"{file} is not the file of an expert: name one of a model as MODEL:EXPERT")
     expert = ExpertArtefact(str(src), file, commit, **{key: header[key] for key in header if key != "id"})
     if name is not None:  # and what its model assigns to it
-        config = read_json(folder / CONFIG_NAME)
+        config = read_json(file.parent / CONFIG_NAME)
         expert.tasks = [task for task, served_by in config["tasks"].items() if served_by == name]
         expert.instructions |= {task: text for task, text in config["instructions"].items() if task in expert.tasks}
     return expert

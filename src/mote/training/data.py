@@ -114,8 +114,12 @@ def load_data(
         dataset.report.used = len(dataset.rows)
         name = dataset.task_name if dataset.task.batches == "heterogeneous" else dataset.name
         groups.setdefault(name, []).append(dataset)
-    for dataset in datasets if tokenizer is not None and longest else ():
-        if count := count_longer(chain.from_iterable(_text_columns(dataset.rows).values()), tokenizer, longest):
+    for dataset in datasets:
+        if (
+            longest
+            and tokenizer
+            and (count := count_longer(chain.from_iterable(_text_columns(dataset.rows).values()), tokenizer, longest))
+        ):
             dataset.report.notes.append(f"{count:,} texts are longer than the {longest:,} tokens that the model reads")
     sets = {name: _training_set(name, group, recipe, tokenizer, teachers or {}) for name, group in groups.items()}
     parts = [sets.pop(name) for name in groups if sets[name].settings.batches == "blended"]

@@ -53,7 +53,9 @@ def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
     settings = recipe.model
     retrieval_of(recipe, source)
     if is_mote(source.config):
-        names = matching_config(settings, source, recipe.training.only_experts or ())
+        names = matching_config(
+            settings, source, [name for name in recipe.training.only_experts or () if name in recipe.tasks]
+        )
     elif settings.kind == "dense":
         if settings.bidirectional:
             make_bidirectional(source.config, source.name)  # or an error
@@ -158,13 +160,13 @@ def set_instructions(config: MoTEConfig, settings: ModelSettings) -> bool:
     return wanted
 
 
-def matching_config(settings: ModelSettings, source: Checkpoint, trained: Sequence[str] = ()) -> MoTEConfig:
+def matching_config(settings: ModelSettings, source: Checkpoint, experts: Sequence[str] = ()) -> MoTEConfig:
     """Return the config of a source that already is a MoTE, with the recipe's weight of the load-balancing loss.
 
-    It gets those experts to train that it lacks. It must have all other settings that the recipe names.
+    It gets those of some experts that it lacks. It must have all other settings that the recipe names.
     """
     config: Any = source.config
-    for name in trained if config.routes_by_task else ():
+    for name in experts if config.routes_by_task else ():
         if name not in config.experts:
             config = with_expert(config, name, {}, [task for task, own in settings.tasks.items() if own == name])
     set_router_loss(config, settings)

@@ -58,7 +58,9 @@ def complete(recipe: Recipe, source: Checkpoint) -> Recipe:
         logger.info("%s: %s %s; %s", name, f"{count:,}", ROW_TYPES[columns.row_type], serves)
     chosen = settings_for(rows, recipe.training.only_experts is not None)
     training = {**chosen, **recipe.training.model_dump(exclude_unset=True)}
-    model = {"tasks": {role: name for role, name in served.items() if config is None or role not in config.tasks}}
+    model: dict[str, Any] = {
+        "tasks": {role: name for role, name in served.items() if config is None or role not in config.tasks}
+    }
     model |= {} if config else {"experts": recipe.model.experts or own}
     return recipe.updated(tasks=tasks, model=recipe.model.updated(**model), training=training)
 

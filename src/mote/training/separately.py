@@ -1,4 +1,4 @@
-"""Experts trained each by itself, beside `general`, which is the source: one run for each task, and the MoTE of them all.
+"""Experts trained each by itself, beside `general`, the source: a run for each task, and the MoTE of them all.
 
 Everything that experts share is frozen. So a task's expert depends on its own data, the source and the settings alone:
 it is the same file, byte for byte, whichever other tasks are trained, and wherever.
