@@ -7,15 +7,16 @@ import csv
 import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, FiniteFloat, TypeAdapter
 
-from mote.data.columns import LABEL, NUMBER, STRING, check_value
-from mote.data.rows import Row, read_files, split_files
+from mote.data.columns import LABEL, NUMBER, STRING, Example, check_value, read_examples
+from mote.data.rows import ENDINGS, Location, Row, read_files, split_files
+from mote.data.settings import DatasetSource
 from mote.remote.configuration_mote import alternatives
 
 Rows = list[dict[str, Any]]
@@ -59,18 +60,25 @@ class EvaluationDataset:
     name: str
     folder: Path  # the data folder
     limit: int | None = None  # of test rows, or of queries
+    flat: dict[str, Path] = field(default_factory=dict)  # split → file, if `NAME.test.csv` is beside `NAME.csv`
 
     @property
     def path(self) -> str:
         """Path in the data folder, which names it in errors."""
-        return f"{self.task}/{self.name}"
+        return self.flat["test"].name if self.flat else f"{self.task}/{self.name}"
+
+    def files(self, split: str = "test") -> tuple[Path, ...]:
+        """Return the files of a split."""
+        if self.flat:
+            return (self.flat[split],) if split in self.flat else ()
+        return split_files(self.folder / self.path, split)
 
     # The next two are called for all datasets before any is loaded: what they cannot read fails only its own dataset.
 
     def revision(self) -> str:
         """Hash the files and the limit, to distinguish results on different data."""
         digest = blake2b(f"{_VERSION} {self.limit}".encode(), digest_size=8)
-        for file in sorted(filter(Path.is_file, (self.folder / self.path).rglob("*"))):
+        for file in sorted(self.flat.values() or filter(Path.is_file, (self.folder / self.path).rglob("*"))):
             digest.update(f"\0{file.relative_to(self.folder)}\0".encode())
             digest.update(file.read_bytes())
         return digest.hexdigest()
@@ -78,9 +86,9 @@ class EvaluationDataset:
     def unchecked_rows(self) -> list[Any]:
         """The test rows, before any limit, or those of the qrels; none if they cannot be read."""
         try:
-            if self.task == "beir":
+            if self.task == "beir" and not self.flat:
                 return [grade for documents in self.qrels().values() for grade in documents.values()]
-            return [row.content for row in read_files(split_files(self.folder / self.path, "test"))]
+            return [row.content for row in read_files(self.files())]
         except (OSError, ValueError):
             return []
 
@@ -94,8 +102,16 @@ class EvaluationDataset:
                 raise ValueError(f"{' and '.join(same_length)} are not of the same length")
             return values
 
-        rows = [row.take(take) for row in read_files(split_files(self.folder / self.path, split))]
+        if self.flat:
+            rows = [{name: _of_example(one, name) for name in columns} for one in self.examples(split)]
+        else:
+            rows = [row.take(take) for row in read_files(self.files(split))]
         return self.require_rows(rows, f"{split!r} split, or one without rows")
+
+    def examples(self, split: str) -> list[Example]:
+        """Read the rows of a file, whose columns have usual names; none if there is no such file."""
+        location = Location(self.name, DatasetSource(path=self.path), self.files(split))
+        return read_examples(location).rows if location.files else []
 
     def require_rows(self, rows: Rows, what: str) -> Rows:
         """Return rows, of which there must be some."""
@@ -133,12 +149,28 @@ def find_evaluation_datasets(folder: Path, limit: int | None = None) -> list[Eva
         for place in sorted((folder / task).glob("*"))
         if place.is_dir() and (task == "beir" or any(place.glob("test*")))
     ]
+    flat = [place for place in sorted(folder.glob("*.test.*")) if place.name.endswith(ENDINGS)]
+    found += [_flat_dataset(place, folder, limit) for place in flat]
     if not found:
         raise FileNotFoundError(
-            f"{folder} holds no datasets with a test split: expected TASK/NAME/test.jsonl.gz, where TASK is one of "
-            f"{', '.join(task for task in SPLITS if task != 'beir')}, or beir/NAME/{QRELS}"
+            f"{folder} holds no datasets with a test split: expected NAME.test.csv beside NAME.csv, or "
+            f"TASK/NAME/test.jsonl.gz, where TASK is one of {', '.join(task for task in SPLITS if task != 'beir')}, or "
+            f"beir/NAME/{QRELS}"
         )
-    return found
+    return sorted(found, key=lambda one: list(SPLITS).index(one.task))
+
+
+def _flat_dataset(test: Path, folder: Path, limit: int | None) -> EvaluationDataset:
+    """Describe a test file, whose columns say what it tests; rows to compare with are in the file beside it."""
+    name, _, ending = test.name.partition(".test.")
+    beside = {"train": test.with_name(f"{name}.{ending}")}
+    splits = {split: file for split, file in ({"test": test} | beside).items() if file.exists()}
+    dataset = EvaluationDataset("", name, folder, limit, splits)
+    rows = read_examples(Location(name, DatasetSource(path=test.name), (test,)))
+    graded = {one.label for one in rows.rows} - {0.0, 1.0}
+    similarity = "sts" if graded else "pair"
+    tasks = {"search": "beir", "labels": "classification", "similarity": similarity}
+    return replace(dataset, task=tasks[rows.columns.teaches])
 
 
 def sample(rows: Rows, limit: int | None, label: str = "") -> Rows:
@@ -260,6 +292,8 @@ def read_retrieval(dataset: EvaluationDataset) -> RetrievalDataset:
 
     With a limit, the corpus consists of all documents in the qrels of the queries, and others, up to ten per query.
     """
+    if dataset.flat:
+        return _flat_retrieval(dataset)
     corpus, queries, qrels = dataset.rows("corpus"), dataset.rows("queries"), dataset.qrels()
     _check_ids(dataset, "query", queries, set(qrels))
     _check_ids(dataset, "document", corpus, _documents(qrels))
@@ -272,6 +306,26 @@ def read_retrieval(dataset: EvaluationDataset) -> RetrievalDataset:
         kept |= {row["id"] for row in sample(others, max(0, CORPUS_PER_QUERY * dataset.limit - len(kept)))}
         corpus = [row for row in corpus if row["id"] in kept]
     return RetrievalDataset(corpus, queries, qrels)
+
+
+def _of_example(example: Example, column: str) -> Any:
+    """Return the value of a column of a file whose columns have usual names."""
+    if column in ("label", "score"):
+        return int(float(example.label)) if column == "label" and isinstance(example.label, float) else example.label
+    return example.positives[0] if column == "sentence2" else example.anchor
+
+
+def _flat_retrieval(dataset: EvaluationDataset) -> RetrievalDataset:
+    """Read pairs: the documents are all those of the test file and of the one beside it."""
+    pairs = dataset.examples("test")
+    texts = dict.fromkeys(text for pair in (*pairs, *dataset.examples("train")) for text in pair.positives)
+    ids = {text: f"d{number}" for number, text in enumerate(texts)}
+    qrels: Qrels = defaultdict(dict)
+    for pair in pairs:
+        qrels[pair.anchor] |= {ids[text]: 1 for text in pair.positives}
+    queries = sample([{"id": text, "text": text} for text in qrels], dataset.limit)
+    corpus = [{"id": ids[text], "title": "", "text": text} for text in texts]
+    return RetrievalDataset(corpus, queries, {query["id"]: qrels[query["id"]] for query in queries})
 
 
 def _documents(qrels: Qrels) -> set[str]:

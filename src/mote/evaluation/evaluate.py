@@ -22,7 +22,7 @@ from mteb.results import TaskResult
 
 from mote.checkpoints.definitions import instruction_with
 from mote.evaluation.cache import Cache, CacheError, with_subtasks
-from mote.evaluation.models import EvaluatedModel
+from mote.evaluation.models import EvaluatedModel, experts_of, own_task
 from mote.evaluation.options import EvaluateOptions
 from mote.evaluation.scores import Evaluation
 from mote.evaluation.tasks import choose_tasks, matching
@@ -138,7 +138,12 @@ class _Scorer:
                 outcome = f"failed: {first_line(error)}"
                 self.evaluation.failures.setdefault(model.label, {})[name] = first_line(error)
             else:
-                outcome = f"{score:.2f}, {result.evaluation_time or 0.0:.1f} s{' (cached)' if cached else ''}"
+                made_by = ""
+                if model.config is not None:
+                    experts = experts_of(model.config, task.metadata, model.options.experts)
+                    self.evaluation.experts.setdefault(model.label, {})[name] = experts
+                    made_by = f" by {experts}"
+                outcome = f"{score:.2f}{made_by}, {result.evaluation_time or 0.0:.1f} s{' (cached)' if cached else ''}"
                 self.evaluation.scores[model.label][name] = score
                 versions = self.evaluation.settings["mteb"]  # cached scores may be another's
                 if result.mteb_version not in versions:
@@ -149,7 +154,8 @@ class _Scorer:
         """Describe a model, and what else its score on a task depends on, beside the data."""
         text = self.instructions.get(task.metadata.name, "")
         digest = blake2b(text.encode(), digest_size=8).hexdigest() if text else None
-        return model.meta(limit=self.limit, instruction=digest)
+        own = model.config and own_task(model.config, task.metadata, model.options.experts)
+        return model.meta(limit=self.limit, instruction=digest, task=own)
 
     def _cached(self, model: EvaluatedModel) -> list[TaskResult | None]:
         return [self.cache.find(task, self._meta(model, task)) for task in self.tasks]

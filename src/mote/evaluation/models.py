@@ -14,21 +14,24 @@ from sentence_transformers import SparseEncoder
 from mote.checkpoints.hashing import folder_hash
 from mote.evaluation.metadata import mteb_name
 from mote.evaluation.options import EvaluateOptions
-from mote.inference.loading import load_any_encoder
-from mote.remote.configuration_mote import MTEB_PROMPTS
+from mote.inference.loading import load_any_encoder, task_config
+from mote.remote.configuration_mote import MTEB_PROMPTS, MoTEConfig, require_known
 
 logger = logging.getLogger(__name__)
 
 
 class _Evaluated:
-    """What an encoder of mteb lacks: it tells a MoTE the type of a dataset, and fails on NaN and infinity."""
+    """What an encoder of mteb lacks: it tells a MoTE the task of a dataset, and fails on NaN and infinity."""
+
+    chosen: Mapping[str, str] = {}  # dataset → task of the model, from the options
 
     def encode(self, *args: Any, task_metadata: Any, prompt_type: Any = None, **kwargs: Any) -> Any:
         """Embed texts; `ValueError` if an embedding is not finite, which retrieval would count as a score of 0."""
-        task = None if prompt_type else MTEB_PROMPTS.get(task_metadata.type)  # a role says more than the type
         config: Any = getattr(self.model[0], "config", None)  # type: ignore[attr-defined]  # of the other base class
-        if getattr(config, "routes_by_task", False) and task in config.tasks:
-            kwargs["task"] = task
+        if getattr(config, "routes_by_task", False):
+            role = getattr(prompt_type, "value", None)
+            if task := task_of(config, task_metadata, role, self.chosen):
+                kwargs["task"] = task
         embeddings = super().encode(  # type: ignore[misc]
             *args, task_metadata=task_metadata, prompt_type=prompt_type, **kwargs
         )
@@ -40,6 +43,30 @@ class _Evaluated:
         if not values.isfinite().all():
             raise ValueError("the model gives embeddings that are not finite (NaN or infinite)")
         return embeddings
+
+
+def own_task(config: MoTEConfig, metadata: Any, chosen: Mapping[str, str]) -> str | None:
+    """Return the task that was chosen for a dataset, or that has its name."""
+    names = (metadata.name, metadata.dataset["path"].rpartition("/")[2])
+    found = next((chosen[name] for name in names if name in chosen), None)
+    if found is not None:
+        require_known(found, config.tasks, f"task for the dataset {metadata.name!r}:")
+    return found or next((name for name in names if name in config.tasks), None)
+
+
+def task_of(config: MoTEConfig, metadata: Any, role: str | None, chosen: Mapping[str, str]) -> str | None:
+    """Return the task of a MoTE that embeds the texts of a dataset, or those of a role; None: its default task."""
+    own = own_task(config, metadata, chosen)
+    if own and not (role and config.tasks[own] == config.tasks.get("query")):  # its documents may go elsewhere
+        return own
+    task = role or MTEB_PROMPTS.get(metadata.type)
+    return task if task in config.tasks else None
+
+
+def experts_of(config: MoTEConfig, metadata: Any, chosen: Mapping[str, str]) -> str:
+    """Name the experts that a score is made by: one, or that of queries and that of documents."""
+    roles = ["query", "document"] if f"{metadata.type}-query" in MTEB_PROMPTS else [None]
+    return " and ".join(dict.fromkeys(config.expert_of(task_of(config, metadata, role, chosen)) for role in roles))
 
 
 class DenseEncoder(_Evaluated, SentenceTransformerEncoderWrapper):
@@ -64,6 +91,11 @@ class EvaluatedModel:
         """The commit, or a hash of the folder's files, among them all weights."""
         return self.commit or folder_hash(Path(self.path))
 
+    @cached_property
+    def config(self) -> MoTEConfig | None:
+        """The config of a MoTE with task experts; None for any other model."""
+        return task_config(self.path, self.commit)
+
     @property
     def settings(self) -> dict[str, Any]:
         """The options that loading depends on, and thus all scores."""
@@ -84,6 +116,7 @@ class EvaluatedModel:
         model = self.load(self.options.device)
         encoder = (SparseVectorEncoder if isinstance(model, SparseEncoder) else DenseEncoder)(model)
         _warn_of_unused_prompts(self.label, encoder)
+        encoder.chosen = self.options.experts
         encoder.model_prompts = {**(encoder.model_prompts or {}), **prompts}
         return encoder
 

@@ -21,6 +21,8 @@ class EvaluateOptions(Settings):
         definitions: Dataset, or pattern of datasets → definition of its task, which becomes an instruction in front of
             its queries, or of all its texts if it has no documents. It replaces the instructions of all models.
         template: Instruction around `{definition}`. Default: `Instruct: {definition}`, and `Query: ` on a second line.
+        experts: Dataset → task of a MoTE, whose expert embeds its texts. Default: the task of the same name, else the
+            one that serves its type.
         reference: Label of the baseline that gains are computed against. Default: the first of several models.
         batch_size: Batch size for embedding.
         device: Device: cpu, cuda, cuda:1, mps … Default: the best available.
@@ -35,6 +37,7 @@ class EvaluateOptions(Settings):
     retrieval: Literal["dense", "sparse", "hybrid"] | None = None
     definitions: dict[str, str] = {}
     template: str | None = None
+    experts: dict[str, str] = {}
     reference: str | None = None
     batch_size: int = Field(default=32, ge=1)
     device: str | None = None

@@ -38,6 +38,7 @@ class Evaluation(Report):
         types: Dataset → task type of MTEB.
         metrics: Dataset → name of the main score.
         failures: Model → dataset → error message.
+        experts: MoTE → dataset → its expert, or those of queries and of documents.
         settings: Settings of the evaluation, and metadata of the models.
         reference: Model that gains are computed against. Default: no gains in tables.
     """
@@ -46,6 +47,7 @@ class Evaluation(Report):
     types: Mapping[str, str]
     metrics: Mapping[str, str] = field(default_factory=dict)
     failures: dict[str, dict[str, str]] = field(default_factory=dict)
+    experts: dict[str, dict[str, str]] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     reference: str | None = None
 
@@ -121,13 +123,15 @@ class Evaluation(Report):
         return "\n\n".join(filter(None, blocks))
 
     def per_dataset(self) -> str:
-        """Scores: a row for each dataset, a column for each model."""
+        """Scores: a row for each dataset, a column for each model; of a MoTE, with the expert."""
         rows = []
         for name in self.datasets:
             cells = self._cells([scores.get(name) for scores in self.scores.values()])
             for column, model in enumerate(self.models):
                 if name in self.failures.get(model, {}):
                     cells[column] = "failed"
+                elif expert := self.experts.get(model, {}).get(name):
+                    cells[column] += f" {expert}"
             rows.append([name, self.types[name], self.metrics.get(name, ""), *cells])
         return table(["dataset", "type", "score", *self.models], rows, align="lll" + "r" * len(self.models))
 
@@ -148,7 +152,7 @@ class Evaluation(Report):
     def from_json(cls, text: str) -> "Evaluation":
         """Read what `to_json` wrote, as from scores.json."""
         content = json.loads(text)
-        return cls(**{field.name: content[field.name] for field in fields(cls)})
+        return cls(**{field.name: content[field.name] for field in fields(cls) if field.name in content})
 
     def save(self, folder: str | Path) -> None:
         """Write scores.md, the tables, and scores.json; those of an earlier run are replaced once both are complete."""

@@ -107,7 +107,7 @@ def matching(names: Sequence[Sequence[str]], patterns: Sequence[str]) -> list[in
 
 def _name(dataset: EvaluationDataset, official: Official | None) -> str:
     """Name a dataset for mteb: its official name, or task and name, as datasets of two tasks may share a name."""
-    return official.name if official else f"{dataset.task}-{dataset.name}"
+    return official.name if official else dataset.name if dataset.flat else f"{dataset.task}-{dataset.name}"
 
 
 def _official(dataset: EvaluationDataset) -> Official | None:

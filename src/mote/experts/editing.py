@@ -18,6 +18,7 @@ from mote.remote.architectures_mote import architecture_of
 from mote.remote.configuration_mote import MoTEConfig, require_known
 from mote.remote.modeling_mote import MoTEModel
 
+GENERAL = "general"  # an expert that is the dense source, and serves what no other expert does
 MEAN = "mean"  # of all experts, as the start of a new one
 
 
@@ -45,7 +46,7 @@ def add(
             it has none; else the config's for that task, else the paper's, else none, so that only `task=` selects the
             expert.
         tasks: Additional tasks to assign to it, new ones or other experts'. An artefact brings its tasks, except those
-            that the model already has.
+            that the model already has, unless `general` serves them.
     """
     require_editable(model, uncompressed=True)
     tasks = [tasks] if isinstance(tasks, str) else list(tasks)
@@ -146,7 +147,8 @@ def _names_of_artefact(
     config: MoTEConfig, artefact: ExpertArtefact, name: str, texts: dict[str, str], tasks: list[str]
 ) -> tuple[dict[str, str], list[str]]:
     """Return the instructions and tasks that an artefact brings into a model, possibly under another name."""
-    tasks = [*(task for task in artefact.tasks if task not in (artefact.name, *config.tasks)), *tasks]
+    taken = {task for task, expert in config.tasks.items() if expert != GENERAL or task == GENERAL}
+    tasks = [*(task for task in artefact.tasks if task not in (artefact.name, *taken)), *tasks]
     own_texts = {name if task == artefact.name else task: text for task, text in artefact.instructions.items()}
     kept = {task: text for task, text in own_texts.items() if task in (name, *tasks)}
     return {**kept, **texts}, tasks

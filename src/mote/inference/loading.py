@@ -125,7 +125,7 @@ def _load(
 
     import mote.auto  # noqa: F401  # its modules' classes are the installed ones
 
-    if task is not None and (expert := _expert_of(path, task, revision)):
+    if task is not None and (config := task_config(path, revision)) and (expert := config.available_tasks.get(task)):
         model_kwargs["experts"] = [expert]
     if dtype:
         model_kwargs["dtype"] = dtype
@@ -202,8 +202,8 @@ def _mote_config(path: str | os.PathLike, experts: Any = None, **hub: Any) -> "M
     return mote_class(model_type, "config").from_pretrained(path, experts=experts, **hub)
 
 
-def _expert_of(path: str | os.PathLike, task: str, revision: str | None) -> str | None:
-    """Return the expert that serves a task; None if the model is not a MoTE with task experts, or lacks the task."""
+def task_config(path: str | os.PathLike, revision: str | None = None) -> "MoTEConfig | None":
+    """Return the config of a MoTE with task experts; None for any other model."""
     from transformers import PreTrainedConfig
 
     from mote.checkpoints.reading import MOTE_CLASSES, mote_class
@@ -214,7 +214,7 @@ def _expert_of(path: str | os.PathLike, task: str, revision: str | None) -> str 
         return None
     if model_type not in MOTE_CLASSES or not mote_class(model_type, "config").routes_by_task:
         return None
-    return _mote_config(path, revision=revision).available_tasks.get(task)
+    return _mote_config(path, revision=revision)
 
 
 def task_arguments(encoder: "SentenceTransformer | SparseEncoder", task: str) -> dict[str, Any]:

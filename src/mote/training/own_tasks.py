@@ -6,10 +6,9 @@ from typing import Any
 from mote.checkpoints.reading import Checkpoint, is_mote
 from mote.data.columns import ROW_TYPES, Examples, read_examples
 from mote.data.rows import find_datasets
+from mote.experts.editing import GENERAL
+from mote.remote.configuration_mote import UNSEEN_TASKS
 from mote.training.recipe import Recipe
-
-GENERAL = "general"
-"""Expert that stays the source."""
 
 # What data teach → roles of search, or MTEB's types of tasks, that their expert can serve.
 ROLES = {
@@ -33,36 +32,35 @@ def settings_for(rows: int, only_experts: bool) -> dict[str, Any]:
 def complete(recipe: Recipe, source: Checkpoint) -> Recipe:
     """Complete the tasks without an `anchor`: roles, loss, and the settings of the training, from their data.
 
-    An expert gets the roles that no other has; it is always reached by its own name.
+    An expert gets the roles that no expert but `general` has; it is always reached by its own name.
     """
     config: Any = source.config if is_mote(source.config) else None
-    base = GENERAL if config is None else config.expert_of(config.default_task or config.experts[0])
-    served = {**(config.tasks if config else {}), **recipe.model.tasks}
     own = [name for name, task in recipe.tasks.items() if not task.anchor]
+    experts = config.experts if config else recipe.model.experts or own
+    served = dict.fromkeys((*UNSEEN_TASKS, "classification"), GENERAL) if GENERAL in experts else {}
+    served |= {**(config.tasks if config else {}), **recipe.model.tasks}
     tasks, rows = {**recipe.tasks}, 0
     for name in own:
         data = _read(recipe, name)
         columns, count = data[0].columns, sum(len(one.rows) for one in data)
-        searches, roles = columns.teaches == "search", ROLES[columns.teaches]
-        free = all(served.get(role, name) == name for role in roles)
+        documents = served.get("document", GENERAL)
+        roles = ROLES[columns.teaches][: 1 if recipe.queries_only and columns.teaches == "search" else None]
+        free = all(served.get(role, GENERAL) in (name, GENERAL) for role in roles)
         served |= dict.fromkeys(roles, name) if free else {}
-        settings: dict[str, Any] = {"anchor": "query" if searches and free else name}
-        if searches and recipe.queries_only:
-            served["document"] = base if free else served["document"]
-        if searches and (free or recipe.queries_only):
+        settings: dict[str, Any] = {"loss": "CoSENTLoss"} if columns.row_type == "scored" else {"temperature": 0.05}
+        settings["anchor"] = "query" if "query" in roles and free else name
+        if columns.teaches == "search" and recipe.queries_only:
+            settings["positive"] = documents
+        elif "document" in roles and free:
             settings["positive"] = "document"
-        settings |= {"loss": "CoSENTLoss"} if columns.row_type == "scored" else {"temperature": 0.05}
         tasks[name] = tasks[name].updated(**{**settings, **tasks[name].model_dump(exclude_unset=True)})
         rows += count
-        serves = f"serves {', '.join(roles)}" if free else "reached by its name, as another expert serves its roles"
+        serves = f"serves {', '.join(roles)}" if free else f"as others serve {', '.join(roles)}, reached by its name"
         logger.info("%s: %s %s; %s", name, f"{count:,}", ROW_TYPES[columns.row_type], serves)
     chosen = settings_for(rows, recipe.training.only_experts is not None)
     training = {**chosen, **recipe.training.model_dump(exclude_unset=True)}
-    model: dict[str, Any] = {
-        "tasks": {role: name for role, name in served.items() if config is None or role not in config.tasks}
-    }
-    model |= {} if config else {"experts": recipe.model.experts or own}
-    return recipe.updated(tasks=tasks, model=recipe.model.updated(**model), training=training)
+    model = recipe.model.updated(tasks=served, **({} if config else {"experts": experts}))
+    return recipe.updated(tasks=tasks, model=model, training=training)
 
 
 def _read(recipe: Recipe, name: str) -> list[Examples]:

@@ -6,7 +6,7 @@ it is the same file, byte for byte, whichever other tasks are trained, and where
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,9 @@ from mote.checkpoints.reading import is_mote, open_checkpoint, open_mote
 from mote.checkpoints.writing import Repository
 from mote.corpora.engines import ray_cluster
 from mote.experts.artefact import ExpertArtefact, open_expert
-from mote.experts.editing import add, weights
+from mote.experts.editing import GENERAL, add, weights
 from mote.files import lock, read_json
 from mote.remote.modeling_mote import MoTEModel
-from mote.training.own_tasks import GENERAL
 from mote.training.processes import processes
 from mote.training.progress import draw_curves
 from mote.training.recipe import Recipe
@@ -81,7 +80,7 @@ class SeparateRuns:
         model = load_mote(source)
         others = [open_expert(folders[name], name) for name in names[1:]]
         for expert in others:
-            _put(model, expert, open_mote(expert.source).config.tasks)
+            _put(model, expert)
         steps = [read_steps(folders[name])[-1] for name in names]
         log = [read_json(run.folder.path / STATE_FILE)["log_history"] for run in self.runs.values()]
 
@@ -114,8 +113,8 @@ def _done(name: str) -> str:
     return f"{name}: trained already, from the same data with the same settings"
 
 
-def _put(model: MoTEModel, expert: ExpertArtefact, tasks: Mapping[str, str]) -> None:
-    """Put an expert into a MoTE, as a new one or in place of the one of its name, and assign roles that nobody has."""
+def _put(model: MoTEModel, expert: ExpertArtefact) -> None:
+    """Put an expert into a MoTE, as a new one or in place of the one of its name."""
     if expert.name in model.config.experts:
         trained = expert.weights_for(model)
         with torch.no_grad():
@@ -123,8 +122,6 @@ def _put(model: MoTEModel, expert: ExpertArtefact, tasks: Mapping[str, str]) -> 
                 weight.copy_(trained[key])
     else:
         add(model, expert.name, expert)
-    model.config.tasks = {**tasks, **model.config.tasks}
-    model.config.validate()
 
 
 def _train_on_ray(runs: Sequence[TrainingRun]) -> None:
