@@ -15,7 +15,7 @@ from mote.checkpoints.hashing import folder_hash
 from mote.evaluation.metadata import mteb_name
 from mote.evaluation.options import EvaluateOptions
 from mote.inference.loading import load_any_encoder, task_config
-from mote.remote.configuration_mote import MTEB_PROMPTS, MoTEConfig, require_known
+from mote.remote.configuration_mote import MTEB_PROMPTS, ROLE_HINTS, MoTEConfig, require_known
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +27,14 @@ class _Evaluated:
 
     def encode(self, *args: Any, task_metadata: Any, prompt_type: Any = None, **kwargs: Any) -> Any:
         """Embed texts; `ValueError` if an embedding is not finite, which retrieval would count as a score of 0."""
-        config: Any = getattr(self.model[0], "config", None)  # type: ignore[attr-defined]  # of the other base class
+        wrapper: Any = self  # of the other base class
+        config: Any = getattr(wrapper.model[0], "config", None)
         if getattr(config, "routes_by_task", False):
-            role = getattr(prompt_type, "value", None)
-            if task := task_of(config, task_metadata, role, self.chosen):
-                kwargs["task"] = task
+            task = task_of(config, task_metadata, getattr(prompt_type, "value", None), self.chosen)
+            if task is not None and task not in ROLE_HINTS:  # mteb passes roles on itself
+                kwargs["task"], prompt_type = task, None
+                own = {task_metadata.name: wrapper.model.prompts.get(task, "")}
+                wrapper.model_prompts = {**own, **(wrapper.model_prompts or {})}
         embeddings = super().encode(  # type: ignore[misc]
             *args, task_metadata=task_metadata, prompt_type=prompt_type, **kwargs
         )
