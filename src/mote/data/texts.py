@@ -27,6 +27,13 @@ class Texts:
             raise ValueError(f"{self.source} has {len(self.texts)} texts or pairs: a distribution needs at least two")
 
 
+def count_longer(texts: Iterable[str], tokenizer: Any, longest: int) -> int:
+    """Count the texts that have more tokens than the model reads, the special ones included."""
+    candidates = [text for text in texts if len(text) > longest - 2]  # a token has a letter, or is special
+    found = tokenizer(candidates, return_length=True, verbose=False)["length"] if candidates else []
+    return sum(length > longest for length in found)
+
+
 def read_texts(file: str | Path | None = None) -> list[str]:
     """Read all texts of a file.
 

@@ -164,6 +164,7 @@ class _Scorer:
         meta = self._meta(model, task)
         key = meta.model_dump(include={"name", "revision", "experiment_kwargs"})
         encoder.mteb_model_meta = encoder.mteb_model_meta.model_copy(update=key)
+        encoder.longer = 0
         encode_kwargs: Any = {"batch_size": self.batch_size, "show_progress_bar": False}
         _seed(task)
         try:
@@ -178,6 +179,9 @@ class _Scorer:
                     co2_tracker=False,
                     public_only=False,  # private data are an error
                 )
+            if encoder.longer:
+                cut = encoder.model.max_seq_length
+                logger.info(f"  {encoder.longer:,} texts of {task.metadata.name} are cut to {cut:,} tokens")
         finally:
             if task.data_loaded:  # mteb unloads it, unless the task failed
                 task.unload_data()

@@ -12,6 +12,7 @@ from mteb.models import ModelMeta, SentenceTransformerEncoderWrapper, SparseEnco
 from sentence_transformers import SparseEncoder
 
 from mote.checkpoints.hashing import folder_hash
+from mote.data.texts import count_longer
 from mote.evaluation.metadata import mteb_name
 from mote.evaluation.options import EvaluateOptions
 from mote.inference.loading import load_any_encoder, task_config
@@ -24,10 +25,13 @@ class _Evaluated:
     """What an encoder of mteb lacks: it tells a MoTE the task of a dataset, and fails on NaN and infinity."""
 
     chosen: Mapping[str, str] = {}  # dataset → task of the model, from the options
+    longer = 0  # number of texts of a dataset that the model does not read to their end
 
     def encode(self, *args: Any, task_metadata: Any, prompt_type: Any = None, **kwargs: Any) -> Any:
         """Embed texts; `ValueError` if an embedding is not finite, which retrieval would count as a score of 0."""
         wrapper: Any = self  # of the other base class
+        texts = (text for batch in args[0] for text in batch.get("text", ()))
+        self.longer += count_longer(texts, wrapper.model.tokenizer, wrapper.model.max_seq_length)
         config: Any = getattr(wrapper.model[0], "config", None)
         if getattr(config, "routes_by_task", False):
             task = task_of(config, task_metadata, getattr(prompt_type, "value", None), self.chosen)

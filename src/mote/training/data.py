@@ -9,7 +9,7 @@ import logging
 import random
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mote.data.columns import Example
 from mote.data.rows import find_datasets
+from mote.data.texts import count_longer
 from mote.remote.configuration_mote import MoTEConfig
 from mote.training.cleaning import (
     DEFAULT_NEGATIVES,
@@ -130,13 +131,6 @@ def load_data(
         dataset.rows = []
     validation = [dataset for dataset in datasets if dataset.held_out]
     return TrainingData(sets, validation, [dataset.report for dataset in datasets])
-
-
-def count_longer(texts: Iterable[str], tokenizer: Any, longest: int) -> int:
-    """Count the texts that have more tokens than the model reads, the special ones included."""
-    candidates = [text for text in texts if len(text) > longest - 2]  # a token has a letter, or is special
-    found = tokenizer(candidates, return_length=True, verbose=False)["length"] if candidates else []
-    return sum(length > longest for length in found)
 
 
 def _find_datasets(recipe: Recipe) -> list[DatasetRows]:

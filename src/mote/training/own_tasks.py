@@ -1,6 +1,7 @@
 """Tasks of one's own: their roles, loss and training follow from their data."""
 
 import logging
+import math
 from typing import Any
 
 from mote.checkpoints.reading import Checkpoint, is_mote
@@ -17,14 +18,18 @@ ROLES = {
     "similarity": ("sts", "pair_classification"),
 }
 
+# Rows below which → batch size and epochs: 50 to 230 steps up to 20,000 rows.
+SETTINGS = ((1_000, 32, 4), (5_000, 64, 3), (20_000, 128, 2), (math.inf, 256, 1))
+
 logger = logging.getLogger(__name__)
 
 
 def settings_for(rows: int, only_experts: bool) -> dict[str, Any]:
     """Return batch size, epochs and learning rate for a number of rows, from trials (research/lab.md, own tasks)."""
+    batch_size, epochs = next(found for most, *found in SETTINGS if rows < most)
     return {
-        "batch_size": 64 if rows < 5_000 else 128 if rows < 20_000 else 256,
-        "num_train_epochs": 3 if rows < 5_000 else 2 if rows < 20_000 else 1,
+        "batch_size": batch_size,
+        "num_train_epochs": epochs,
         "learning_rate": 1e-3 if only_experts else 1e-4,
     }
 
