@@ -149,6 +149,16 @@ def test_together(kind: str, tiny: Path, files: Path, tmp_path: Path) -> None:
     assert not np.allclose(found.encode(TEXTS), SentenceTransformer(str(tiny)).encode(TEXTS), atol=1e-5)
 
 
+@pytest.mark.processes
+def test_on_ray(tiny: Path, files: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    tasks = ("tickets=tickets.csv", "faq=faq.csv")
+    local = train("my-tasks", words(tiny, files, tmp_path / "local", *tasks))
+    found = train("my-tasks", words(tiny, files, tmp_path / "ray", *tasks, engine="ray"))
+    for name in ("tickets", "faq"):
+        assert expert_file(found, name).read_bytes() == expert_file(local, name).read_bytes()
+
+
 def test_what_is_refused(tiny: Path, files: Path, tmp_path: Path) -> None:
     for more, message in (
         (["tickets=missing.csv"], r"There is no dataset .*missing\.csv"),

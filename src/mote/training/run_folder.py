@@ -24,6 +24,7 @@ START_FOLDER = ".mote-start"  # the upcycled source, until it is in memory
 # selects is compared as a commit, or as the rows read.
 FREE_SETTINGS = (
     "output",
+    "engine",
     "description",
     "revision",
     "save_steps",
