@@ -35,6 +35,7 @@ VERBS = {
     "pretrain": Verb("cli.verbs:pretrain", "Pre-train a model on plain text, alone or with a decoder.", "train"),
     "evaluate": Verb("evaluation.evaluate:evaluate", "Score models with MTEB.", "evaluate"),
     "analyze": Verb("analysis.analyze:analyze", "Show how far experts have specialised.", "evaluate"),
+    "serve": Verb("serving:serve", "Serve a MoTE over HTTP, with OpenAI's embeddings API.", "serve"),
     "embed": Verb("corpora.embed:embed_corpus", "Embed a corpus into sharded parquet files.", "corpora"),
     "mine": Verb("corpora.mining:mine_negatives", "Mine hard negatives for datasets of pairs.", "corpora"),
     "filter": Verb("corpora.mining:filter_pairs", "Drop the pairs that a model does not confirm.", "corpora"),

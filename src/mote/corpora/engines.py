@@ -153,6 +153,7 @@ def _on_ray(job: Job, numbers: Sequence[int], encoder: Encoder, progress: Callab
             if "error" in row:
                 raise row["error"]
             progress(job.rows(row["number"]))
+            encoder.truncated += row["truncated"]
             yield row["number"]
     finally:
         if not connected:
@@ -183,8 +184,9 @@ class _Worker:
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Embed a shard. Errors are returned as results: in one that was raised, Ray hides the cause."""
+        self.encoder.truncated = 0
         try:
             self.job.embed(int(batch["number"][0]), self.encoder)
-            return batch
+            return {**batch, "truncated": [self.encoder.truncated]}
         except (OSError, ValueError) as error:
             return {"error": [error]}

@@ -217,6 +217,24 @@ def _expert_of(path: str | os.PathLike, task: str, revision: str | None) -> str 
     return _mote_config(path, revision=revision).available_tasks.get(task)
 
 
+def weight_ids(
+    path: str | os.PathLike, revision: str | None = None, tasks: Iterable[str | None] = (None,)
+) -> dict[str, Any]:
+    """Return what identifies a MoTE's weights: the hash of the `base`, and by name the ids of the `experts` of tasks.
+
+    A task of None is any. Vectors of an expert with the same id, which depends on the base, can be compared. Empty for
+    another model, and for a MoTE that was saved in one file.
+    """
+    from mote.remote.weights_mote import find_index
+
+    _, index = find_index(os.fspath(path), revision=revision)
+    if index is None:
+        return {}
+    experts = {task and _expert_of(path, task, revision) for task in tasks}
+    used = {name: file for name, file in index["experts"].items() if experts & {None, name}}
+    return {"base": index["base"], "experts": {name: Path(file).stem.rpartition("-")[2] for name, file in used.items()}}
+
+
 def task_arguments(encoder: "SentenceTransformer | SparseEncoder", task: str) -> dict[str, Any]:
     """Return the arguments of `encode` for a task of a MoTE, or the prompt of that name of another model."""
     from mote.remote.configuration_mote import require_known
