@@ -45,6 +45,7 @@ VERBS = {
     "compress": Verb("experts:compress", "Make experts take less memory."),
     "set": Verb("experts.configuring:configure", "Set default task, tasks of experts, instructions and routing."),
     "memory": Verb("training.memory:estimate_memory", "Estimate the memory of training."),
+    "push": Verb("checkpoints.writing:push", "Push a model to the Hub, and let its card name the repository."),
     "card": Verb("checkpoints.cards:write_card", "Rewrite a model's card."),
     "experts list": Verb("experts:list_experts", "List the experts of a MoTE."),
     "experts add": Verb("experts:add", "Write a MoTE with one more expert."),
