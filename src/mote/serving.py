@@ -6,8 +6,7 @@
     GET  /health          200 as soon as requests are answered
     GET  /metrics         counters in Prometheus format
 
-Instruction and expert of a text are decided when its request arrives. Concurrent requests are then embedded together,
-whatever their tasks: the model is told the task of each row, and does not inspect the texts again.
+Concurrent requests are embedded together, whatever their tasks: the model is told the expert of each row.
 """
 
 import asyncio
@@ -26,6 +25,7 @@ import torch
 import uvicorn
 from batched import aio
 from pydantic import BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError, create_model
+from sentence_transformers import SparseEncoder
 from sentence_transformers.util import batch_to_device, select_max_active_dims
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -35,16 +35,11 @@ from starlette.routing import Route
 
 from mote.checkpoints.hashing import folder_hash
 from mote.checkpoints.reading import open_mote
-from mote.checkpoints.st_settings import retrieval_in
 from mote.inference.loading import load_any_encoder, weight_ids
 from mote.settings import Settings, alternatives
 
 PATHS = "POST /v1/embeddings, GET /v1/models, GET /health, GET /metrics"
-NO_TOKENS = (
-    ". Token ids are refused, since they do not say of which tokenizer: send texts (in LangChain, "
-    "OpenAIEmbeddings(check_embedding_ctx_length=False))"
-)
-GONE = 499, "The client has left"  # nobody reads this
+NO_TOKENS = ". Token ids are refused: send texts (in LangChain, OpenAIEmbeddings(check_embedding_ctx_length=False))"
 
 logger = logging.getLogger(__name__)
 
@@ -98,29 +93,28 @@ class Item(NamedTuple):
 
 
 class Embedding(NamedTuple):
-    """Embedding of a text: dense vector [H], sparse vector [V]."""
+    """Embedding of a text: a vector, [H], [V] if it is sparse, or both, [V + H]."""
 
     vector: np.ndarray
     tokens: int  # that the model read, including instruction and special tokens
     cut: bool  # whether there were more
-    sparse: np.ndarray | None = None
 
 
 class Embedder:
     """A `SentenceTransformer` or `SparseEncoder`, and the routing of texts."""
 
-    def __init__(self, model: Any, retrieval: str = "dense") -> None:
-        """Embed a text under each task, so that errors show at startup."""
-        self.model, self.config, self.retrieval = model.eval(), model[0].config, retrieval
+    def __init__(self, model: Any) -> None:
+        self.model, self.config = model.eval(), model[0].config
+        self.sparse = self.config.vocab_size if isinstance(model, SparseEncoder) else 0  # V
         self.tasks = list(self.config.available_tasks)
         self.task_ids = {task: index for index, task in enumerate(self.config.tasks)}
         # An instruction that is left out of the pooling is that of all rows of a batch.
         self.one_instruction = any(getattr(module, "include_prompt", True) is False for module in model)
-        results: Any = self.embed([self.item("a text", task) for task in self.tasks])
+        results: Any = self.embed([self.item("a text", task) for task in self.tasks])  # errors show at startup
         for task, result in zip(self.tasks, results, strict=True):
             if isinstance(result, Exception):
                 raise ValueError(f"The model cannot embed under the task {task!r}: {result}") from result  # noqa: TRY004
-        self.dimensions = len(results[0].vector)
+        self.dimensions = len(results[0].vector) - self.sparse
 
     def item(self, text: str, task: str | None) -> Item:
         """Route a text; raise `ValueError` if the task is unknown or missing."""
@@ -134,11 +128,9 @@ class Embedder:
 
     def embed(self, batch: list[Item]) -> list[Embedding | Exception]:
         """Embed a batch; a text that cannot be embedded gets an error, the others their embeddings."""
-        groups: dict[str, list[int]] = {}
-        for row, item in enumerate(batch):
-            groups.setdefault(item.instruction if self.one_instruction else "", []).append(row)
         results: dict[int, Embedding | Exception] = {}
-        for prompt, rows in groups.items():
+        for prompt in {item.instruction for item in batch} if self.one_instruction else {""}:
+            rows = [row for row, item in enumerate(batch) if not self.one_instruction or item.instruction == prompt]
             results |= zip(rows, self._try([batch[row] for row in rows], prompt), strict=True)
         return [results[row] for row in range(len(batch))]
 
@@ -156,20 +148,15 @@ class Embedder:
         features = self.model.preprocess(texts, prompt=prompt, mixed_tasks=True)
         cut = [bool(row.overflowing) for row in features.encodings or ()] or [False] * len(items)  # None if it is slow
         features = batch_to_device(features, self.model.device)
-        tokens = features["attention_mask"].sum(dim=1)  # [B]
+        tokens = features["attention_mask"].sum(dim=1).tolist()
         if self.config.routes_by_task:  # the expert of each row is given, not inferred from the text
             features["route"] = torch.tensor([self.task_ids[item.expert] for item in items])
-        both = {"weight": 1.0} if self.retrieval == "hybrid" else {}  # clients weight the scores themselves
-        vectors = self.model(features, **both)["sentence_embedding"]  # [B, H], [B, V], or [B, V + H]
+        both = {"weight": 1.0} if type(self.model[-1]).__name__ == "HybridPooling" else {}  # clients weight scores
+        vectors = self.model(features, **both)["sentence_embedding"]
         if (limit := getattr(self.model, "max_active_dims", None)) is not None:
             vectors = select_max_active_dims(vectors, limit)
-        size = 0 if self.retrieval == "dense" else self.config.vocab_size
-        return [
-            Embedding(vector[size:], count, longer, vector[:size] if size else None)
-            if np.isfinite(vector).all()
-            else ArithmeticError("The embedding is not finite")
-            for vector, count, longer in zip(vectors.float().cpu().numpy(), tokens.tolist(), cut, strict=True)
-        ]
+        rows = map(Embedding, vectors.float().cpu().numpy(), tokens, cut)
+        return [row if np.isfinite(row.vector).all() else ArithmeticError("vector not finite") for row in rows]
 
 
 def error(status: int, message: str, param: str | None = None, code: str | None = None) -> JSONResponse:
@@ -183,10 +170,9 @@ class Service:
     """A model behind HTTP, under a name; `weights` are as from `weight_ids`."""
 
     def __init__(self, embedder: Embedder, name: str, weights: dict[str, Any], options: ServeOptions) -> None:
-        """Set up batching, and the type of requests."""
         self.embedder, self.name, self.weights, self.options = embedder, name, weights, options
         batched = aio.dynamically(batch_size=options.max_batch_size, timeout_ms=options.batch_timeout)
-        self.embed = batched(self.embed_batch)
+        self.embed = batched(self._embed_batch)
         self.started, self.mixed_batches, self.truncated_texts = int(time.time()), 0, 0
         self.waiting = 0  # unanswered texts; the queue of `batched` does not count those being embedded
         text: Any = Annotated[str, Field(min_length=1, max_length=options.max_text)]
@@ -212,7 +198,7 @@ class Service:
         handlers: dict[Any, Callable[[Request, Any], Response]] = {
             HTTPException: lambda _, problem: error(problem.status_code, f"{problem.detail}: there are {PATHS}"),
             ValidationError: self.invalid,
-            ClientDisconnect: lambda *_: error(*GONE),
+            ClientDisconnect: lambda *_: Response(status_code=499),  # nobody reads this
             Exception: lambda _, problem: error(500, f"The service failed: {type(problem).__name__}"),  # see the log
         }
         return Starlette(routes=routes, exception_handlers=handlers)
@@ -244,7 +230,7 @@ class Service:
         leaving = asyncio.ensure_future(connection.receive())  # the body has been read: only a disconnect can follow
         try:
             await asyncio.wait((embedding, leaving), return_when=asyncio.FIRST_COMPLETED)
-            return self.response(request, embedding.result()) if embedding.done() else error(*GONE)
+            return self.response(request, embedding.result()) if embedding.done() else Response(status_code=499)
         finally:
             self.waiting -= len(items)
             embedding.cancel()  # what is still in the queue is dropped
@@ -269,14 +255,14 @@ class Service:
             known = alternatives("", self.embedder.tasks)
             return error(400, f"{reason} Send `task`.{known}", "task", "missing_task")
 
-    def embed_batch(self, batch: list[Item]) -> list[Embedding | Exception]:
-        """Embed the texts of several requests."""
+    def _embed_batch(self, batch: list[Item]) -> list[Embedding | Exception]:
         self.mixed_batches += len({item.expert for item in batch}) > 1
         results = self.embedder.embed(batch)
         cut = sum(isinstance(result, Embedding) and result.cut for result in results)
         if cut and not self.truncated_texts:
-            limit = self.embedder.model.max_seq_length
-            logger.warning("Texts of more than %s tokens are embedded without their rest; /metrics counts them", limit)
+            logger.warning(
+                "Texts over %s tokens are truncated: /metrics counts them", self.embedder.model.max_seq_length
+            )
         self.truncated_texts += cut
         return results
 
@@ -286,20 +272,20 @@ class Service:
             if isinstance(result, Exception):
                 logger.error("Text %d of a request was not embedded", index, exc_info=result)
                 return error(500, f"Text {index} could not be embedded: {type(result).__name__}", "input")
-        vectors = np.stack([result.vector for result in results]).astype("<f4")  # [N, H]
+        both = np.stack([result.vector for result in results])  # [N, V + H], V may be 0
+        sparse, vectors = both[:, : self.embedder.sparse], both[:, self.embedder.sparse :].astype("<f4")
         if request.dimensions is not None:  # as encode(truncate_dim=…, normalize_embeddings=True)
             vectors = vectors[:, : request.dimensions]
             vectors /= np.linalg.norm(vectors, axis=1, keepdims=True).clip(1e-12)
-        in_base64 = request.encoding_format == "base64"
         data: list[dict[str, Any]] = []
-        for index, (vector, result) in enumerate(zip(vectors, results, strict=True)):
-            embedding = base64.b64encode(vector.tobytes()).decode() if in_base64 else vector.tolist()
+        as_text = request.encoding_format == "base64"
+        for index, vector in enumerate(vectors):
+            embedding = base64.b64encode(vector.tobytes()).decode() if as_text else vector.tolist()
             data.append({"object": "embedding", "index": index, "embedding": embedding})
-            if (sparse := result.sparse) is not None:
-                indices = np.flatnonzero(sparse)
-                data[-1]["sparse_embedding"] = {"indices": indices.tolist(), "values": sparse[indices].tolist()}
-        tokens = sum(result.tokens for result in results)
-        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+            if self.embedder.sparse:
+                places = np.flatnonzero(sparse[index])
+                data[-1]["sparse_embedding"] = {"indices": places.tolist(), "values": sparse[index, places].tolist()}
+        usage = dict.fromkeys(("prompt_tokens", "total_tokens"), sum(result.tokens for result in results))
         return JSONResponse({"object": "list", "data": data, "model": request.model, "usage": usage})
 
     def invalid(self, _: Request, problem: ValidationError) -> Response:
@@ -317,7 +303,7 @@ class Service:
         model = {"id": self.name, "object": "model", "created": self.started, "owned_by": "mote"}
         tasks = []
         for task in self.embedder.tasks:
-            *_, instruction, expert = self.embedder.item("", task)
+            __, instruction, expert = self.embedder.item("", task)
             weights = self.weights["experts"].get(expert, self.weights["base"])
             tasks.append({"task": task, "instruction": instruction, "expert": expert, "weights": weights})
         named = [{**model, "id": f"{self.name}:{each['task']}", **each} for each in tasks]
@@ -325,13 +311,11 @@ class Service:
 
     def metrics(self, _: Request) -> Response:
         """Return counters in Prometheus format."""
-        stats = self.embed.stats
-        counters = {"texts": stats.total_processed, "truncated_texts": self.truncated_texts}
-        counters |= {"batches": stats.total_batches, "mixed_batches": self.mixed_batches}
-        lines = [f"# TYPE mote_{name}_total counter\nmote_{name}_total {value}\n" for name, value in counters.items()]
-        return PlainTextResponse(
-            "".join([*lines, f"# TYPE mote_waiting_texts gauge\nmote_waiting_texts {self.waiting}\n"])
-        )
+        stats, lines = self.embed.stats, [f"# TYPE mote_waiting_texts gauge\nmote_waiting_texts {self.waiting}\n"]
+        counts = {"texts": stats.total_processed, "truncated_texts": self.truncated_texts}
+        counts |= {"batches": stats.total_batches, "mixed_batches": self.mixed_batches}
+        lines += [f"# TYPE mote_{name}_total counter\nmote_{name}_total {count}\n" for name, count in counts.items()]
+        return PlainTextResponse("".join(lines))
 
 
 def serve(model: str, options: ServeOptions) -> None:
@@ -350,12 +334,11 @@ def serve(model: str, options: ServeOptions) -> None:
         settings: Any = {"device": options.device, "dtype": options.dtype, "experts": options.experts}
         encoder: Any = load_any_encoder(source.folder, trust_remote_code=True, **settings)
         encoder[0].config.route_by_text &= options.route_by_text
-        name, retrieval = options.name or source.short_name, retrieval_in(source.folder).kind
         # Of a model in the old layout, in one file, any change changes the id.
         weights = weight_ids(source.folder) or {"base": source.revision or folder_hash(source.folder), "experts": {}}
-        service = Service(Embedder(encoder, retrieval), name, weights, options)
+        service = Service(Embedder(encoder), options.name or source.short_name, weights, options)
         limits: Any = {"timeout_graceful_shutdown": options.grace, "timeout_keep_alive": 60}
         config = uvicorn.Config(service.application(), access_log=False, log_level="warning", **limits)
-        logger.info("%s at http://%s:%d/v1/embeddings", name, options.host, listener.getsockname()[1])
+        logger.info("%s at http://%s:%d/v1/embeddings", service.name, options.host, listener.getsockname()[1])
         with suppress(KeyboardInterrupt):  # uvicorn raises the signal again once open requests are answered
             uvicorn.Server(config).run(sockets=[listener])

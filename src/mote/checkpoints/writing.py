@@ -85,8 +85,7 @@ class Repository:
             parent = self.source.revision if repo_id == self.source.name else None
             hub.push(out, repo_id, recorded_files(out), WEIGHTS, options.private, parent)
         if isinstance(self.model, PreTrainedModel):
-            place = repo_id if options.push else str(out)
-            logger.info("%s", how_to_load(place, self.model.config, Pipeline.read(out)))
+            logger.info("%s", how_to_load(repo_id if options.push else str(out), self.model.config, Pipeline.read(out)))
         return out
 
     def _write_model(self, folder: Path, max_shard_size: str) -> None:

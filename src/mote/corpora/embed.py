@@ -76,12 +76,10 @@ def embed_corpus(
             record.start({"command": "embed", **identity}, chosen.overwrite)
             job = Job(texts, record.folder, chosen.task, chosen.prompt, chosen.dtype, chosen.shard_size)
             missing = [number for number in range(len(job)) if not record.is_finished(job.file(number).name)]
-            tasks = [task or chosen.task for task in texts.unique("task")]
-            weights = weight_ids(encoder.source, encoder.commit, tasks)
+            weights = weight_ids(encoder.source, encoder.commit, [task or chosen.task for task in texts.unique("task")])
             record.update(source=encoder.source, weights=weights, complete=not missing)
             for number in run(job, missing, encoder):
                 record.add(job.file(number).name, rows=job.rows(number), truncated=encoder.truncated)
-                encoder.truncated = 0
         finally:
             texts_file.unlink(missing_ok=True)
     if truncated := sum(shard.get("truncated", 0) for shard in record.finished.values()):

@@ -24,7 +24,7 @@ class Encoder:
         self.source, self.options, self.sparse = source, options, sparse
         self.devices = [options.device] if isinstance(options.device, str) else options.device or []
         self._pool: dict[str, Any] | None = None
-        self.truncated = 0  # texts that the model read in part
+        self.truncated = 0  # texts of the last shard that the model read in part
 
     @cached_property
     def commit(self) -> str | None:
