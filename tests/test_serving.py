@@ -3,7 +3,6 @@
 import base64
 import functools
 import http.client
-import importlib
 import itertools
 import json
 import os
@@ -29,14 +28,9 @@ from helpers.paths import EXAMPLE_DATA
 from helpers.rows import read_rows
 from sentence_transformers import SentenceTransformer, SparseEncoder
 
-from mote import configure, upcycle
+from mote import configure, serving, upcycle
 from mote.cli import main
 from mote.inference.loading import weight_ids
-
-for library in ("batched", "starlette", "uvicorn"):
-    pytest.importorskip(library, reason="the extra `serve` is not installed")
-
-serving = importlib.import_module("mote.serving")
 
 TASKS = ("classification", "clustering", "search_query", "search_document", "sts", "query")
 NAME = "small-mote"

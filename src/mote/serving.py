@@ -39,7 +39,6 @@ from mote.inference.loading import load_any_encoder, weight_ids
 from mote.settings import Settings, alternatives
 
 PATHS = "POST /v1/embeddings, GET /v1/models, GET /health, GET /metrics"
-NO_TOKENS = ". Token ids are refused: send texts (in LangChain, OpenAIEmbeddings(check_embedding_ctx_length=False))"
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +106,6 @@ class Embedder:
         self.model, self.config = model.eval(), model[0].config
         self.sparse = self.config.vocab_size if isinstance(model, SparseEncoder) else 0  # V
         self.tasks = list(self.config.available_tasks)
-        self.task_ids = {task: index for index, task in enumerate(self.config.tasks)}
         # An instruction that is left out of the pooling is that of all rows of a batch.
         self.one_instruction = any(getattr(module, "include_prompt", True) is False for module in model)
         results: Any = self.embed([self.item("a text", task) for task in self.tasks])  # errors show at startup
@@ -150,11 +148,10 @@ class Embedder:
         features = batch_to_device(features, self.model.device)
         tokens = features["attention_mask"].sum(dim=1).tolist()
         if self.config.routes_by_task:  # the expert of each row is given, not inferred from the text
-            features["route"] = torch.tensor([self.task_ids[item.expert] for item in items])
+            features["route"] = self.model[0].task_ids_of([item.expert for item in items])
         both = {"weight": 1.0} if type(self.model[-1]).__name__ == "HybridPooling" else {}  # clients weight scores
         vectors = self.model(features, **both)["sentence_embedding"]
-        if (limit := getattr(self.model, "max_active_dims", None)) is not None:
-            vectors = select_max_active_dims(vectors, limit)
+        vectors = select_max_active_dims(vectors, getattr(self.model, "max_active_dims", None))
         rows = map(Embedding, vectors.float().cpu().numpy(), tokens, cut)
         return [row if np.isfinite(row.vector).all() else ArithmeticError("vector not finite") for row in rows]
 
@@ -171,8 +168,7 @@ class Service:
 
     def __init__(self, embedder: Embedder, name: str, weights: dict[str, Any], options: ServeOptions) -> None:
         self.embedder, self.name, self.weights, self.options = embedder, name, weights, options
-        batched = aio.dynamically(batch_size=options.max_batch_size, timeout_ms=options.batch_timeout)
-        self.embed = batched(self._embed_batch)
+        self.embed = aio.dynamically(self._batch, batch_size=options.max_batch_size, timeout_ms=options.batch_timeout)
         self.started, self.mixed_batches, self.truncated_texts = int(time.time()), 0, 0
         self.waiting = 0  # unanswered texts; the queue of `batched` does not count those being embedded
         text: Any = Annotated[str, Field(min_length=1, max_length=options.max_text)]
@@ -252,10 +248,10 @@ class Service:
             if task is not None:
                 return error(400, str(problem), "task", "unknown_task")
             reason, *_ = str(problem).split(" Available:")  # the rest is for the person who loads the model
-            known = alternatives("", self.embedder.tasks)
-            return error(400, f"{reason} Send `task`.{known}", "task", "missing_task")
+            message = f"{reason} Send `task`.{alternatives('', self.embedder.tasks)}"
+            return error(400, message, "task", "missing_task")
 
-    def _embed_batch(self, batch: list[Item]) -> list[Embedding | Exception]:
+    def _batch(self, batch: list[Item]) -> list[Embedding | Exception]:
         self.mixed_batches += len({item.expert for item in batch}) > 1
         results = self.embedder.embed(batch)
         cut = sum(isinstance(result, Embedding) and result.cut for result in results)
@@ -295,7 +291,7 @@ class Service:
         if first["type"] == "extra_forbidden":
             message += f".{alternatives(place, self.request.model_fields)}"
         elif place.startswith("input") and isinstance(first["input"], int | list):
-            message += NO_TOKENS
+            message += ". No token ids: send texts (in LangChain, OpenAIEmbeddings(check_embedding_ctx_length=False))"
         return error(400, f"{place or 'The body'}: {message}", place.partition(".")[0] or None)
 
     async def models(self, _: Request) -> Response:
@@ -334,7 +330,6 @@ def serve(model: str, options: ServeOptions) -> None:
         settings: Any = {"device": options.device, "dtype": options.dtype, "experts": options.experts}
         encoder: Any = load_any_encoder(source.folder, trust_remote_code=True, **settings)
         encoder[0].config.route_by_text &= options.route_by_text
-        # Of a model in the old layout, in one file, any change changes the id.
         weights = weight_ids(source.folder) or {"base": source.revision or folder_hash(source.folder), "experts": {}}
         service = Service(Embedder(encoder), options.name or source.short_name, weights, options)
         limits: Any = {"timeout_graceful_shutdown": options.grace, "timeout_keep_alive": 60}

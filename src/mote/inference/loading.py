@@ -222,8 +222,8 @@ def weight_ids(
 ) -> dict[str, Any]:
     """Return what identifies a MoTE's weights: the hash of the `base`, and by name the ids of the `experts` of tasks.
 
-    A task of None is any. Vectors of an expert with the same id, which depends on the base, can be compared. Empty for
-    another model, and for a MoTE that was saved in one file.
+    A task of None is any. An expert's id depends on the base, and has that of a head behind it: equal ids make equal
+    vectors. Empty for another model, and for a MoTE that was saved in one file.
     """
     from mote.remote.weights_mote import find_index
 
@@ -231,8 +231,9 @@ def weight_ids(
     if index is None:
         return {}
     experts = {task and _expert_of(path, task, revision) for task in tasks}
-    used = {name: file for name, file in index["experts"].items() if experts & {None, name}}
-    return {"base": index["base"], "experts": {name: Path(file).stem.rpartition("-")[2] for name, file in used.items()}}
+    used = {name: [file, *index["head"]] for name, file in index["experts"].items() if experts & {None, name}}
+    ids = {name: "-".join(Path(file).stem.rpartition("-")[2] for file in files) for name, files in used.items()}
+    return {"base": index["base"], "experts": ids}
 
 
 def task_arguments(encoder: "SentenceTransformer | SparseEncoder", task: str) -> dict[str, Any]:
