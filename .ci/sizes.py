@@ -13,9 +13,9 @@ from typing import Any
 # Room → patterns of its files, and its budget in lines.
 LIBRARY = {
     "root, remote": ((":(glob)*_mote.py", "src/mote/remote/*.py"), 2890),
-    "checkpoints": (("src/mote/checkpoints/*.py",), 2900),
+    "checkpoints": (("src/mote/checkpoints/*.py",), 2902),
     "training": (("src/mote/training/*.py",), 4020),
-    "corpora": (("src/mote/corpora/*.py",), 1210),
+    "corpora": (("src/mote/corpora/*.py",), 1219),
     "data": (("src/mote/data/*.py",), 810),
     "evaluation, analysis": (("src/mote/evaluation/*.py", "src/mote/analysis/*.py"), 1800),
     "experts, upcycling, lengthening": (
@@ -23,18 +23,19 @@ LIBRARY = {
         1700,
     ),
     "inference": (("src/mote/inference/*.py",), 900),
+    "serving": (("src/mote/serving.py",), 339),
     "cli, integrations, hub, reporting": (
         ("src/mote/cli/*.py", "src/mote/integrations/*.py", "src/mote/hub.py", "src/mote/reporting.py"),
         910,
     ),
 }
 REST = 650  # files, options, and what else is in the package
-ALL = 17_600
+ALL = 17_950
 OTHERS = {
     "tests": (("tests/*.py",), 20_600),
     "benchmarks, scripts": (("benchmarks/*.py", "scripts/*.py"), 2500),
     "research": (("research/*.py",), 2680),
-    "examples": (("examples/*.py", ":!examples/small-mote"), 1787),  # 3,031 with the copies of remote code in it
+    "examples": (("examples/*.py", ":!examples/small-mote"), 1199),  # 2,443 with the copies of remote code in it
 }
 DOCS = 25_000  # words, beside the results
 RAISES = 12  # in 1,000 lines

@@ -1,6 +1,6 @@
 """Export one expert as a plain dense model, and serve all experts over HTTP.
 
-    pip install -e . -r examples/service/requirements.txt
+    pip install -e ".[serve]"
     python examples/05_export_and_serve.py [--model FOLDER] [--out FOLDER]
 
 The exported expert loads wherever the source model does, without this package. The service speaks OpenAI's protocol
@@ -33,12 +33,12 @@ TEXTS = ["how do whales get oxygen", "medicine for a fever"]
 
 @contextlib.contextmanager
 def service(folder: Path) -> Iterator[str]:
-    """Run examples/service/serve.py; yield its address."""
+    """Run `mote serve`; yield its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, str(HERE / "service" / "serve.py"), str(folder), "--port", str(port)]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "mote", "serve", str(folder), "--port", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     address = f"http://127.0.0.1:{port}"
     try:
         while process.poll() is None:

@@ -142,6 +142,7 @@ LONG = [
     "experts add SRC mean --name x --out OUT",
     "analyze SRC",
     "mine SRC --model bm25 --out OUT",
+    "serve SRC",
 ]
 SLOW = [
     "filter SRC --model bm25 --out OUT",
@@ -150,6 +151,7 @@ SLOW = [
     "compress SRC --out OUT --rank 1",
     "set SRC --default-task a",
     "memory SRC --batch-size 8 --length 8",
+    "push SRC user/name",
     "experts list SRC",
     "experts extract SRC a --out OUT",
     "experts merge SRC a b --name x --out OUT",

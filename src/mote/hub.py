@@ -1,5 +1,6 @@
 """The Hugging Face Hub: download, commits, push."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,6 +8,8 @@ from pathlib import Path
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 from huggingface_hub.utils import validate_repo_id
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -65,14 +68,14 @@ def check_before_push(repo_id: str) -> str:
 
 
 def push(
-    folder: Path, repo_id: str, files: list[str], replaced: Sequence[str], private: bool, parent: str | None
-) -> str:
-    """Create or update a model repository from a folder, and return the URL of the commit.
+    folder: Path, repo_id: str, files: list[str], replaced: Sequence[str], private: bool, parent: str | None = None
+) -> None:
+    """Create or update a model repository from a folder.
 
     Only `files` are pushed, since a folder that was overwritten may hold others; older ones that match `replaced` are
     deleted. With `parent`, it is an error if the newest commit is another one by now. After an error the folder stays.
     """
-    later = f"The model is complete in {folder}; push it later with `hf upload {repo_id} {folder}`"
+    later = f"The model is complete in {folder}; push it later with `mote push {folder} {repo_id}`"
     if parent is not None:
         later = f"The model is complete in {folder}. If the repository has changed, change its newest state instead"
     with explained(f"{repo_id} was not pushed", remedy=later):
@@ -85,4 +88,4 @@ def push(
             allow_patterns=files,
             delete_patterns=list(replaced),
         )
-    return str(commit.commit_url)
+    logger.info("Pushed: %s", commit.commit_url)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tracemalloc
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.checkpoints import contents, dense_checkpoint, read_json, trusted
+from helpers.families import make_different
 from helpers.kills import kill_at_random
 from helpers.rows import write_rows
 from pyarrow import parquet
@@ -27,6 +29,7 @@ from mote.corpora.options import CorpusOptions
 from mote.corpora.record import Record
 from mote.files import lock
 from mote.inference.loading import load_encoder
+from mote.remote.modeling_mote import MoTEModel
 from mote.reporting import HOW_TO_RESUME
 
 WORDS = ["whales", "breathe", "air", "rain", "tomorrow", "proof", "theorem", "card", "bank", "list", "files", "folder"]
@@ -92,6 +95,32 @@ def test_experts(trained_folder: Path, corpus: Path) -> None:
     found = embeddings_in(embed(trained_folder, corpus, task="clustering", trust_remote_code=True))
     assert np.allclose(found, encoder.encode(TEXTS, prompt_name="clustering"), atol=1e-5)
     assert not np.allclose(found, encoder.encode(TEXTS, prompt_name="classification"), atol=1e-2)
+    index = read_json(trained_folder / "model.safetensors.index.json")["metadata"]["mote"]
+    expert = Path(index["experts"]["clustering"]).stem.removeprefix("model-expert-clustering-")
+    weights = {"base": index["base"], "experts": {"clustering": expert}}
+    assert read_json(corpus.parent / "out" / "manifest.json")["weights"] == weights
+    other = shutil.copytree(trained_folder, corpus.parent / "other")
+    make_different(MoTEModel.from_pretrained(other)).save_pretrained(other)
+    with pytest.raises(ValueError, match="another run, which differs in model"):
+        embed(other, corpus, task="clustering", trust_remote_code=True)
+
+
+def test_truncated_texts_are_counted(model: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """Also those of shards that were embedded before an interruption."""
+    with monkeypatch.context() as patched:
+        interrupted(patched, engines, "write_shard", lambda path, *_: "00002" in path.name, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            embed(model, corpus, prompt="rain ", max_length=20)
+    embed(model, corpus, prompt="rain ", max_length=20)
+    tokenizer = SentenceTransformer(str(model)).tokenizer
+    alone, expected = (
+        sum(len(ids) > 20 for ids in tokenizer([prompt + text for text in TEXTS])["input_ids"])
+        for prompt in ("", "rain ")
+    )
+    assert 0 < alone < expected < 20
+    assert [entry.message for entry in caplog.records if "truncated" in entry.message] == [
+        f"{expected} texts are longer than the model reads, and were truncated: split them"
+    ]
 
 
 def test_a_role_by_another_name_is_not_hidden(corpus: Path, tmp_path: Path) -> None:

@@ -84,8 +84,6 @@ def test_add_a_task(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
 
 @pytest.mark.processes
 def test_export_and_serve(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for library in ("batched", "fastapi", "uvicorn"):
-        pytest.importorskip(library, reason="see examples/service/requirements.txt")
     shown = run("05_export_and_serve", capsys, monkeypatch, "--out", str(tmp_path))
     assert "exported: BertModel (2, 256)" in shown
     assert re.findall(r"largest difference from the MoTE: (\S+)", shown) == ["0.0e+00", "0.0e+00"]

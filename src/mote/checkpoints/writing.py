@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ADAPTER_CONFIG_NAME
 
 from mote import hub
-from mote.checkpoints.cards import new_card, rewritten_card
+from mote.checkpoints.cards import new_card, rewritten_card, write_card
 from mote.checkpoints.models import quiet_transformers
 from mote.checkpoints.options import WriteOptions
 from mote.checkpoints.plain import write_plainly
@@ -82,13 +82,10 @@ class Repository:
             write_steps(steps, folder)
         logger.info("Wrote %s", out)
         if options.push:
-            logger.info("Pushing to %s …", repo_id)
             parent = self.source.revision if repo_id == self.source.name else None
-            url = hub.push(out, repo_id, recorded_files(out), WEIGHTS, options.private, parent)
-            logger.info("Pushed: %s", url)
+            hub.push(out, repo_id, recorded_files(out), WEIGHTS, options.private, parent)
         if isinstance(self.model, PreTrainedModel):
-            place = repo_id if options.push else str(out)
-            logger.info("%s", how_to_load(place, self.model.config, Pipeline.read(out)))
+            logger.info("%s", how_to_load(repo_id if options.push else str(out), self.model.config, Pipeline.read(out)))
         return out
 
     def _write_model(self, folder: Path, max_shard_size: str) -> None:
@@ -125,6 +122,20 @@ class Repository:
         else:
             card = new_card(written, steps, name, self.source, self.training)
         (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def push(src: str | Path, repo_id: str, *, private: bool = False) -> None:
+    """Push a model to the Hub: the files that have changed, and a card that names its repository.
+
+    Args:
+        src: Folder of a MoTE, or of a dense model that this package made from one.
+        repo_id: Repository: `user/name`, or a name under the user of the token.
+        private: Make a new repository private.
+    """
+    repo_id, folder = hub.check_before_push(repo_id), Path(src)
+    write_card(folder, repo_id=repo_id)
+    # The record does not know the weights that other programs have trained since.
+    hub.push(folder, repo_id, [*(recorded_files(folder) or "*"), *WEIGHTS], WEIGHTS, private)
 
 
 def _provenance_of(sources: Sequence[Any]) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from mote.data.columns import LABEL, STRING, check_value
 from mote.data.rows import find_datasets, read_rows
 from mote.data.settings import DatasetSource
 from mote.files import read_json, replaced
+from mote.inference.loading import weight_ids
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -75,11 +76,14 @@ def embed_corpus(
             record.start({"command": "embed", **identity}, chosen.overwrite)
             job = Job(texts, record.folder, chosen.task, chosen.prompt, chosen.dtype, chosen.shard_size)
             missing = [number for number in range(len(job)) if not record.is_finished(job.file(number).name)]
-            record.update(source=encoder.source, complete=not missing)
+            weights = weight_ids(encoder.source, encoder.commit, [task or chosen.task for task in texts.unique("task")])
+            record.update(source=encoder.source, weights=weights, complete=not missing)
             for number in run(job, missing, encoder):
-                record.add(job.file(number).name, rows=job.rows(number))
+                record.add(job.file(number).name, rows=job.rows(number), truncated=encoder.truncated)
         finally:
             texts_file.unlink(missing_ok=True)
+    if truncated := sum(shard.get("truncated", 0) for shard in record.finished.values()):
+        logger.warning("%s texts are longer than the model reads, and were truncated: split them", f"{truncated:,}")
     logger.info("All %s texts are embedded in %s", f"{len(texts):,}", folder)
     return folder
 

@@ -24,6 +24,7 @@ class Encoder:
         self.source, self.options, self.sparse = source, options, sparse
         self.devices = [options.device] if isinstance(options.device, str) else options.device or []
         self._pool: dict[str, Any] | None = None
+        self.truncated = 0  # texts of the last shard that the model read in part
 
     @cached_property
     def commit(self) -> str | None:
@@ -67,9 +68,11 @@ class Encoder:
         Batches do not depend on the devices, and hold texts with about as many tokens: `encode` sorts by characters, by
         which up to a third of a batch is padding.
         """
-        lengths = dict(zip(rows, self._count_tokens([texts[row] for row in rows]), strict=True))
-        rows, size = sorted(rows, key=lambda row: -lengths[row]), self.options.batch_size
-        settings, step = self.arguments(task, prompt), size
+        settings, size = self.arguments(task, prompt), self.options.batch_size
+        name = settings.get("prompt_name", self.model.default_prompt_name)
+        prompt = settings.get("prompt") or self.model.prompts.get(name) or ""
+        lengths = dict(zip(rows, self._count_tokens([prompt + texts[row] for row in rows]), strict=True))
+        rows, step = sorted(rows, key=lambda row: -lengths[row]), size
         if self.options.dimensions is not None:
             settings["truncate_dim"] = self.options.dimensions
         if len(self.devices) > 1:
@@ -90,7 +93,9 @@ class Encoder:
             return [len(text) for text in texts]
         settings = {"truncation": True, "max_length": self.model.max_seq_length, "return_attention_mask": False}
         for start in range(0, len(texts), 1024):
-            lengths += [len(ids) for ids in tokenizer(texts[start : start + 1024], **settings)["input_ids"]]
+            read = tokenizer(texts[start : start + 1024], **settings)
+            lengths += [len(ids) for ids in read["input_ids"]]
+            self.truncated += sum(bool(row.overflowing) for row in read.encodings or ())
         return lengths
 
     def _in_memory(self, embeddings: Any) -> Any:

@@ -50,7 +50,7 @@ class Job:
         by_task: dict[str | None, list[int]] = {}
         for row, task in enumerate(columns["task"]):
             by_task.setdefault(task, []).append(row)
-        batches = []
+        batches, encoder.truncated = [], 0
         for task, rows in by_task.items():
             for batch in encoder.encode(columns["text"], rows, task or self.task, self.prompt):
                 batches.append(batch)
@@ -145,6 +145,7 @@ def _on_ray(job: Job, numbers: Sequence[int], encoder: Encoder, progress: Callab
             if "error" in row:
                 raise row["error"]
             progress(job.rows(row["number"]))
+            encoder.truncated = row["truncated"]
             yield row["number"]
 
 
@@ -189,6 +190,6 @@ class _Worker:
         """Embed a shard. Errors are returned as results: in one that was raised, Ray hides the cause."""
         try:
             self.job.embed(int(batch["number"][0]), self.encoder)
-            return batch
+            return {**batch, "truncated": [self.encoder.truncated]}
         except (OSError, ValueError) as error:
             return {"error": [error]}

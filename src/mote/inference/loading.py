@@ -217,6 +217,25 @@ def task_config(path: str | os.PathLike, revision: str | None = None) -> "MoTECo
     return _mote_config(path, revision=revision)
 
 
+def weight_ids(
+    path: str | os.PathLike, revision: str | None = None, tasks: Iterable[str | None] = (None,)
+) -> dict[str, Any]:
+    """Return what identifies a MoTE's weights: the hash of the `base`, and by name the ids of the `experts` of tasks.
+
+    A task of None is any. An expert's id depends on the base, and has that of a head behind it: equal ids make equal
+    vectors. Empty for another model, and for a MoTE that was saved in one file.
+    """
+    from mote.remote.weights_mote import find_index
+
+    _, index = find_index(os.fspath(path), revision=revision)
+    if index is None:
+        return {}
+    experts = {task and _expert_of(path, task, revision) for task in tasks}
+    used = {name: [file, *index["head"]] for name, file in index["experts"].items() if experts & {None, name}}
+    ids = {name: "-".join(Path(file).stem.rpartition("-")[2] for file in files) for name, files in used.items()}
+    return {"base": index["base"], "experts": ids}
+
+
 def task_arguments(encoder: "SentenceTransformer | SparseEncoder", task: str) -> dict[str, Any]:
     """Return the arguments of `encode` for a task of a MoTE, or the prompt of that name of another model."""
     from mote.remote.configuration_mote import require_known

@@ -1,7 +1,8 @@
-"""The HTTP service of examples/service: a real process on loopback, under load, with good and bad requests."""
+"""`mote serve`: a real process on loopback, under load, with good and bad requests."""
 
 import base64
 import functools
+import http.client
 import itertools
 import json
 import os
@@ -11,66 +12,98 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from helpers.checkpoints import dense_checkpoint, trusted
-from helpers.examples import example
 from helpers.families import assert_near
-from helpers.paths import EXAMPLE_DATA, ROOT
+from helpers.paths import EXAMPLE_DATA
 from helpers.rows import read_rows
 from sentence_transformers import SentenceTransformer, SparseEncoder
 
-from mote import configure, upcycle
+from mote import configure, serving, upcycle
+from mote.cli import main
+from mote.inference.loading import weight_ids
 
-for library in ("batched", "fastapi", "uvicorn"):
-    pytest.importorskip(library, reason="see examples/service/requirements.txt")
-
-FOLDER = ROOT / "examples" / "service"
 TASKS = ("classification", "clustering", "search_query", "search_document", "sts", "query")
 NAME = "small-mote"
 
 
-load, serve = example("service/load"), example("service/serve")
+class Answer(NamedTuple):
+    request: Any
+    status: int
+    body: Any
 
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+class Client:
+    """A connection to a service, kept until the end of the block."""
+
+    def __init__(self, port: int, **headers: str) -> None:
+        self.connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        self.headers = {"Content-Type": "application/json", **headers}
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.connection.close()
+
+    def send(self, method: str, path: str, body: Any = None, **settings: Any) -> Answer:
+        self.connection.request(method, path, body, self.headers, **settings)
+        response = self.connection.getresponse()
+        content = response.read().decode()
+        is_json = response.headers.get_content_type() == "application/json"
+        return Answer(body, response.status, json.loads(content) if is_json else content)
+
+    def embed(self, request: Any) -> Answer:
+        return self.send("POST", "/v1/embeddings", json.dumps(request))._replace(request=request)
 
 
-def command(*arguments: object) -> list[str]:
-    return [sys.executable, str(FOLDER / "serve.py"), *map(str, arguments)]
+def send(port: int, requests: Sequence[Any], clients: int) -> list[Answer]:
+    """Send requests with several clients at once; return the answers in order of the requests."""
+
+    def run(number: int) -> list[Answer]:
+        with Client(port) as client:
+            return [client.embed(request) for request in requests[number::clients]]
+
+    with ThreadPoolExecutor(clients) as pool:
+        parts = [iter(part) for part in pool.map(run, range(clients))]
+    return [next(parts[index % clients]) for index in range(len(requests))]
 
 
 class Server:
     """A running service, in a session of its own, so that whatever it leaves behind can be found."""
 
-    def __init__(self, model: Path, *options: object) -> None:
-        words = command(model, "--port", 0, *options)
-        pipe: Any = {"stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen(words, env=ENVIRONMENT, start_new_session=True, **pipe)
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        place = re.search(r"http://127\.0\.0\.1:(\d+)", line)
-        assert place is not None, f"the service did not start: {line}"
+    def __init__(self, model: Path, *options: object, **variables: str) -> None:
+        words = [sys.executable, "-m", "mote", "serve", *map(str, (model, "--port", 0, *options))]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # a pipe could fill up
+        pipe: Any = {"stdout": subprocess.PIPE, "stderr": self.log, "text": True}
+        self.process: Any = subprocess.Popen(words, env=environment, start_new_session=True, **pipe)
+        place = None
+        while place is None:
+            line = self.process.stdout.readline()
+            assert line, "the service did not start"
+            place = re.search(r"http://127\.0\.0\.1:(\d+)", line)
         self.port, self.url = int(place[1]), place[0]
-        load.wait(self.url)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
         return self.process.wait(timeout=30)
 
     def get(self, path: str) -> Any:
-        with load.Client(self.url) as client:
-            return client.get(path)
+        with Client(self.port) as client:
+            return client.send("GET", path).body
 
     def embed(self, request: Any) -> Any:
-        with load.Client(self.url) as client:
+        with Client(self.port) as client:
             return client.embed(request)
 
     def metric(self, name: str) -> int:
@@ -82,6 +115,7 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.communicate()
+        self.log.close()
 
 
 def assert_nothing_is_left(server: Server) -> None:
@@ -177,19 +211,19 @@ def good_request(chance: random.Random, texts: list[str]) -> dict[str, Any]:
 BAD = [
     ({"task": "serch_query"}, 400, "task", "Did you mean 'search_query'?"),
     ({"task": 3}, 400, "task", "string"),
-    ({"input": []}, 400, "input", "none of them empty"),
-    ({"input": ["a", ""]}, 400, "input", "none of them empty"),
-    ({"input": None}, 400, "input", "must be a text"),
+    ({"input": []}, 400, "input", "at least 1 item"),
+    ({"input": ["a", ""]}, 400, "input", "input.1: String should have at least 1 character"),
+    ({"input": None}, 400, "input", "valid string"),
     ({"input": [[1, 2], [3]]}, 400, "input", "check_embedding_ctx_length=False"),
-    ({"input": ["a", "\ud800"]}, 400, "input", "text 1 holds half of a surrogate pair"),
-    ({"input": ["a"] * 2049}, 400, "input", "send 2048 at most"),
-    ({"input": ["a", "b" * 100_001]}, 400, "input", "100,001 characters: send 100,000 at most"),
+    ({"input": ["a", "\ud800"]}, 400, None, "The body: Invalid JSON: unexpected end of hex escape"),
+    ({"input": ["a"] * 2049}, 400, "input", "at most 2048 items"),
+    ({"input": ["a", "b" * 100_001]}, 400, "input", "input.1: String should have at most 100000 characters"),
     ({"model": "text-embedding-3-small"}, 404, "model", f"only '{NAME}', or with a task '{NAME}:TASK'"),
     ({"model": f"{NAME}:serch_query", "task": None}, 400, "task", "Did you mean 'search_query'?"),
     ({"model": f"{NAME}:search_query"}, 400, "task", "task is 'sts', but the model's name ends with 'search_query'"),
     ({"encoding_format": "int8"}, 400, "encoding_format", "'float' or 'base64'"),
     ({"dimensions": 0}, 400, "dimensions", "greater than or equal to 1"),
-    ({"dimensions": 257}, 400, "dimensions", "at most 256"),
+    ({"dimensions": 257}, 400, "dimensions", "less than or equal to 256"),
     ({"tasks": "sts"}, 400, "tasks", "Did you mean 'task'?"),
 ]
 
@@ -216,11 +250,10 @@ def test_other_bodies_and_paths(server: Server) -> None:
         ("GET", "/v1/embeddings", None, 405, "there are POST"),
         ("GET", "/v1/completions", None, 404, "there are POST"),
     ):
-        with load.Client(server.url) as client:
-            client.connection.request(method, path, body, {"Content-Type": "application/json"})
-            response = client.connection.getresponse()
-            error = json.loads(response.read())["error"]
-        assert (response.status, error["type"]) == (status, "invalid_request_error")
+        with Client(server.port) as client:
+            answer = client.send(method, path, body)
+        error = answer.body["error"]
+        assert (answer.status, error["type"]) == (status, "invalid_request_error")
         assert message in error["message"]
 
 
@@ -232,7 +265,7 @@ def test_right_experts_under_load_with_bad_requests_in_between(
     bad = itertools.cycle(BAD)
     expected = [next(bad) if chance.random() < 0.15 else None for _ in range(400)]
     requests = [bad_request(error[0]) if error else good_request(chance, texts) for error in expected]
-    answers = load.send(server.url, requests, clients=12)
+    answers = send(server.port, requests, clients=12)
     assert len(answers) == len(requests)
     embedded = 0
     for answer, error in zip(answers, expected, strict=True):
@@ -262,7 +295,7 @@ def test_fewer_dimensions_are_of_length_one_again(server: Server, model: Sentenc
     assert abs(vectors_of(server.embed(request)) - expected).max() < 1e-5
 
 
-def test_the_client_of_openai(server: Server, reference: Reference) -> None:
+def test_the_client_of_openai(server: Server, trained_folder: Path, reference: Reference) -> None:
     openai = pytest.importorskip("openai")
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         config = reference.model[0].config
@@ -271,10 +304,15 @@ def test_the_client_of_openai(server: Server, reference: Reference) -> None:
             answer = client.embeddings.create(input=["a whale"], **ways)
             assert abs(np.array(answer.data[0].embedding) - reference("a whale", "search_query")).max() < 1e-5
             assert answer.usage.prompt_tokens > 0
-        assert server.get("/v1/models")["data"][0]["tasks"] == [
-            {"task": task, "instruction": config.instruction_of(task), "expert": expert}
+        ids = weight_ids(trained_folder)["experts"]
+        assert {*ids} == {*config.experts}
+        tasks = [
+            {"task": task, "instruction": config.instruction_of(task), "expert": expert, "weights": ids[expert]}
             for task, expert in config.tasks.items()
         ]
+        listed, *named = server.get("/v1/models")["data"]
+        assert listed["tasks"] == tasks
+        assert all(entry.items() >= task.items() for entry, task in zip(named, tasks, strict=True))
         with pytest.raises(openai.BadRequestError, match="Did you mean 'search_query'") as raised:
             client.embeddings.create(model=NAME, input="a whale", extra_body={"task": "serch_query"})
         assert raised.value.param == "task"
@@ -316,13 +354,11 @@ def _check_body_limit(server: Server) -> None:
     """Too long, by the length that is announced, and by what comes in pieces."""
     body = json.dumps(bad_request({"input": "a " * 4000})).encode()
     for announced in (True, False):
-        with load.Client(server.url) as client:
+        with Client(server.port) as client:
             sent = body if announced else iter([body[:3000], body[3000:]])
-            headers = {"Content-Type": "application/json"}
-            client.connection.request("POST", "/v1/embeddings", sent, headers, encode_chunked=not announced)
-            response = client.connection.getresponse()
-            assert response.status == 413
-            assert "4000 bytes" in json.loads(response.read())["error"]["message"]
+            answer = client.send("POST", "/v1/embeddings", sent, encode_chunked=not announced)
+        assert answer.status == 413
+        assert "4000 bytes" in answer.body["error"]["message"]
 
 
 def _check_that_who_leaves_costs_nothing(server: Server) -> None:
@@ -347,28 +383,46 @@ def _wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
     [
         (["{dense}"], "is not a MoTE but a 'bert'"),
         (["{mote}/nothing"], "is neither a folder nor"),
-        (["{mote}", "--device", "cuda:99"], "does not load in Sentence-Transformers"),
-        (["{mote}", "--batch-timeout", "0"], "--batch-timeout: invalid positive value: '0'"),
-        (["{mote}", "--port", "70000"], "--port: invalid port value: '70000'"),
-        (["{mote}", "--port", "{port}"], "cannot listen at 127.0.0.1, port "),
+        (["{mote}", "--port", "0", "--device", "cuda:99"], "does not load in Sentence-Transformers"),
+        (["{mote}", "--batch-timeout", "0"], "--batch-timeout: Input should be greater than 0"),
+        (["{mote}", "--port", "70000"], "--port: Input should be less than 65536"),
+        (["{mote}", "--api-key", ""], "--api-key: String should have at least 1 character"),
+        (["{mote}", "--expert", "sts"], "Unknown expert 'sts'"),
+        (["{mote}", "--port", "{port}"], "Address already in use"),
     ],
 )
-def test_invalid_options(
-    options: list[str], message: str, trained_folder: Path, dense: Path, monkeypatch: Any, capsys: Any
-) -> None:
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # those of the tests stay
+def test_invalid_options(options: list[str], message: str, trained_folder: Path, dense: Path, capsys: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         places = {"dense": dense, "mote": trained_folder, "port": taken.getsockname()[1]}
-        monkeypatch.setattr(sys, "argv", ["serve.py", "--port=0", *(option.format(**places) for option in options)])
-        with pytest.raises(SystemExit) as stopped:
-            serve.main()
-    assert message in f"{stopped.value} {capsys.readouterr().err}"
-    assert stopped.value.code
+        assert main(["serve", *(option.format(**places) for option in options)]) in (1, 2)
+    assert message in capsys.readouterr().err
+
+
+def test_a_key_and_some_experts(trained_folder: Path) -> None:
+    """The key is in the environment; texts longer than the model reads are counted, and said once."""
+    with Server(trained_folder, "--expert", "clustering", "--name", NAME, MOTE_API_KEY="a key") as server:
+        for headers in ({}, {"Authorization": "Bearer a kez"}, {"Authorization": "a key"}):
+            with Client(server.port, **headers) as client:
+                for answer in (client.embed(bad_request({})), client.send("GET", "/v1/models")):
+                    check_error(answer, 401, None, "Authorization: Bearer KEY")
+        assert server.get("/health") == {"status": "ok"}
+        with Client(server.port, Authorization="Bearer a key") as client:
+            listed, *_ = client.send("GET", "/v1/models").body["data"]
+            assert {task["expert"] for task in listed["tasks"]} == {"clustering"}
+            check_error(client.embed(bad_request({})), 400, "task", "which was not loaded: experts=['clustering']")
+            limit = trusted(trained_folder).max_seq_length
+            for words in (1, limit, limit):
+                answer = client.embed(bad_request({"task": "clustering", "input": ["whale " * words, "whale"]}))
+                assert answer.status == 200
+        assert server.metric("truncated_texts_total") == 2
+        assert server.stop() == 0
+        server.log.seek(0)
+        assert server.log.read().count(f"Texts over {limit} tokens are truncated") == 1
 
 
 def test_a_text_that_fails_fails_alone(reference: Reference, texts: list[str]) -> None:
     """A lone surrogate, which the service would refuse: the tokenizer does not take it."""
-    embedder = serve.Embedder(reference.model)
+    embedder = serving.Embedder(reference.model)
     items = [embedder.item(text, task) for text, task in zip(texts, itertools.cycle(TASKS), strict=False)]
     items[5] = embedder.item("\ud800", "clustering")
     results = embedder.embed(items)
@@ -380,25 +434,25 @@ def test_a_text_that_fails_fails_alone(reference: Reference, texts: list[str]) -
 
 def test_numbers_that_are_none_are_errors(trained_folder: Path) -> None:
     model = trusted(trained_folder)
-    embedder = serve.Embedder(model)
+    embedder = serving.Embedder(model)
     with torch.no_grad():
         next(model[0].model.blocks[0].experts["clustering"].parameters()).fill_(torch.nan)
     items = [embedder.item("a whale", task) for task in TASKS]
     failed = [isinstance(result, ArithmeticError) for result in embedder.embed(items)]
     assert failed == [task == "clustering" for task in TASKS]
-    with pytest.raises(ValueError, match="cannot embed under the task 'clustering': The embedding is not finite"):
-        serve.Embedder(model)
+    with pytest.raises(ValueError, match="cannot embed under the task 'clustering': vector not finite"):
+        serving.Embedder(model)
 
 
 def test_prompts_left_out_of_the_pooling(trained_folder: Path, texts: list[str]) -> None:
     model = trusted(trained_folder)
     model[1].include_prompt = False
-    assert_as_encoded(serve.Embedder(model), list(itertools.product(texts[:3], TASKS)))
+    assert_as_encoded(serving.Embedder(model), list(itertools.product(texts[:3], TASKS)))
 
 
 def test_instructions_left_out_of_each_row(trained_folder: Path, tmp_path: Path, texts: list[str]) -> None:
     model = trusted(configure(trained_folder, tmp_path / "excluded", instruction_pooling="excluded"))
-    embedder = serve.Embedder(model)
+    embedder = serving.Embedder(model)
     chosen = [(text, task) for text in texts[:2] for task in TASKS] + [("clustering: a whale", None)]
     assert_as_encoded(embedder, chosen)
     model[0].config.route_by_text = False
@@ -407,7 +461,7 @@ def test_instructions_left_out_of_each_row(trained_folder: Path, tmp_path: Path,
 
 
 def test_a_token_router_needs_no_task(dense: Path, tmp_path: Path, texts: list[str]) -> None:
-    embedder = serve.Embedder(trusted(upcycle(str(dense), tmp_path / "routed", routing="token")))
+    embedder = serving.Embedder(trusted(upcycle(str(dense), tmp_path / "routed", routing="token")))
     assert_as_encoded(embedder, list(itertools.product(texts[:4], (*TASKS, None))))
     with pytest.raises(ValueError, match="Did you mean 'clustering'"):
         embedder.item("a", "clusterin")
@@ -428,13 +482,14 @@ def test_sparse_and_hybrid_models_answer_with_sparse_embeddings(retrieval: str, 
     model = SparseEncoder(str(upcycle(source, tmp_path / "model", **settings)), trust_remote_code=True)
     if retrieval == "hybrid":
         model[-1].weight = 0.3
-    embedder = serve.Embedder(model, retrieval)
-    request = serve.EmbeddingsRequest(input=["one text", "another"], model=NAME)
+    embedder = serving.Embedder(model)
+    service = serving.Service(embedder, NAME, {}, serving.ServeOptions())
+    request = service.request(input=["one text", "another"], model=NAME)
     tasks = ("search_query", "search_document")
-    results = embedder.embed([embedder.item(text, task) for text, task in zip(request.texts, tasks, strict=True)])
-    data = serve.response(request, results)["data"]
+    results = embedder.embed([embedder.item(text, task) for text, task in zip(request.input, tasks, strict=True)])
+    data = json.loads(service.response(request, results).body)["data"]
     only = {"retrieval": "sparse"} if retrieval == "hybrid" else {}
-    for item, text, encode in zip(data, request.texts, (model.encode_query, model.encode_document), strict=True):
+    for item, text, encode in zip(data, request.input, (model.encode_query, model.encode_document), strict=True):
         expected = encode(text, **only).to_dense().numpy()
         found = np.zeros_like(expected)
         found[item["sparse_embedding"]["indices"]] = item["sparse_embedding"]["values"]
