@@ -1,8 +1,11 @@
 """Commands that do more than call one function of the library."""
 
+import inspect
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.resources import files
 from pkgutil import resolve_name
 from typing import Any, Literal
 
@@ -27,11 +30,19 @@ def upcycle(*, src: str, out: str | None = None, dry_run: bool = False, options:
         mote.upcycle(src, out, options)
 
 
-def _recipe_command(name: str) -> Callable[..., None]:
-    """Return the command that trains by a class of runs, `module:name`."""
+def _recipe_command(name: str, place: str = "recipes") -> Callable[..., None]:
+    """Return the command that trains by a class of runs, `module:name`, from recipes shipped in a folder of `mote`."""
+    texts = {file.name: file.read_text("utf-8") for file in files("mote").joinpath(place).iterdir() if file.is_file()}
+    found = {name.removesuffix(".yaml"): re.search("(?m)^description: (.*)", text) for name, text in texts.items()}
+    recipes = "\n".join(f"- {name}: {line[1] if line else ''}" for name, line in sorted(found.items()))
 
     def command(
-        recipe: str, overrides: list[str] | None = None, *, dry_run: bool = False, overwrite: bool = False
+        recipe: str = "",
+        overrides: list[str] | None = None,
+        *,
+        list_: bool = False,
+        dry_run: bool = False,
+        overwrite: bool = False,
     ) -> None:
         """Train a model from a recipe.
 
@@ -40,20 +51,25 @@ def _recipe_command(name: str) -> Callable[..., None]:
         Args:
             recipe: Recipe: a file, or the name of a shipped one.
             overrides: KEY=VALUE, settings that override those of the recipe.
+            list_: List the shipped recipes.
             dry_run: Read the data, print the plan, train nothing.
             overwrite: Discard a finished or interrupted run and start over.
         """
+        if list_:
+            sys.stdout.write(recipes + "\n")
+            return
         run = resolve_name(name)(recipe, overrides or [], overwrite=overwrite)
         if dry_run:
             sys.stdout.write(f"{run.plan()}\nDry run: nothing was trained.\n")
         else:
             run.run()
 
+    command.__doc__ = inspect.cleandoc(command.__doc__ or "").replace("\nArgs:", f"\n{recipes}\n\nArgs:")
     return command
 
 
 train = _recipe_command("mote.training.train:TrainingRun")
-pretrain = _recipe_command("mote.training.pretraining:PretrainingRun")
+pretrain = _recipe_command("mote.training.pretraining:PretrainingRun", "recipes/pretraining")
 
 
 def export(
