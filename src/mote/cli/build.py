@@ -151,7 +151,8 @@ def _option(name: str, annotation: Any, default: Any, text: str) -> inspect.Para
         # What a library takes for an empty list or None is not shown, nor are flags.
         shown = isinstance(default, str | int | float) and not isinstance(default, bool)
         default, kind = default if shown else None, kind | None
-    annotation = Annotated[kind, Parameter(name=flag, negative=negative, help=text, **more)]
+    names = (flag, "-v") if name == "verbose" else flag
+    annotation = Annotated[kind, Parameter(name=names, negative=negative, help=text, **more)]
     place = inspect.Parameter.POSITIONAL_OR_KEYWORD if name == "src" else inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, place, annotation=annotation, default=default)
 

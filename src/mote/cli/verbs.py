@@ -42,6 +42,7 @@ def _recipe_command(name: str, place: str = "recipes") -> Callable[..., None]:
         *,
         list_: bool = False,
         dry_run: bool = False,
+        verbose: bool = False,
         overwrite: bool = False,
     ) -> None:
         """Train a model from a recipe.
@@ -53,6 +54,7 @@ def _recipe_command(name: str, place: str = "recipes") -> Callable[..., None]:
             overrides: KEY=VALUE, settings that override those of the recipe.
             list_: List the shipped recipes.
             dry_run: Read the data, print the plan, train nothing.
+            verbose: With dry_run, print the complete recipe.
             overwrite: Discard a finished or interrupted run and start over.
         """
         if list_:
@@ -60,7 +62,7 @@ def _recipe_command(name: str, place: str = "recipes") -> Callable[..., None]:
             return
         run = resolve_name(name)(recipe, overrides or [], overwrite=overwrite)
         if dry_run:
-            sys.stdout.write(f"{run.plan()}\nDry run: nothing was trained.\n")
+            sys.stdout.write(f"{run.plan(verbose)}\nDry run: nothing was trained.\n")
         else:
             run.run()
 
