@@ -12,7 +12,7 @@ from typing import Any
 
 # Room → patterns of its files, and its budget in lines.
 LIBRARY = {
-    "root, remote": ((":(glob)*_mote.py", "src/mote/remote/*.py"), 2890),
+    "root, remote": ((":(glob)*_mote.py", "src/mote/remote/*.py"), 2900),
     "checkpoints": (("src/mote/checkpoints/*.py",), 2900),
     "training": (("src/mote/training/*.py",), 4020),
     "corpora": (("src/mote/corpora/*.py",), 1210),
@@ -25,11 +25,11 @@ LIBRARY = {
     "inference": (("src/mote/inference/*.py",), 900),
     "cli, integrations, hub, reporting": (
         ("src/mote/cli/*.py", "src/mote/integrations/*.py", "src/mote/hub.py", "src/mote/reporting.py"),
-        910,
+        1010,
     ),
 }
 REST = 650  # files, options, and what else is in the package
-ALL = 17_600
+ALL = 17_730
 OTHERS = {
     "tests": (("tests/*.py",), 20_600),
     "benchmarks, scripts": (("benchmarks/*.py", "scripts/*.py"), 2500),

@@ -45,7 +45,7 @@ def test_help_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
     code = """
 import sys
 from mote.cli import main
-assert main(["--help"]) == main(["upcycle", "--help"]) == 0
+assert main(["--help"]) == main(["upcycle", "--help"]) == main(["evaluate", "--help"]) == 0
 assert not {"torch", "transformers", "numpy", "datasets"} & sys.modules.keys()
 assert main(["embed", "--help"]) == main(["mine", "--help"]) == 0
 assert not {"torch", "transformers", "datasets"} & sys.modules.keys()

@@ -23,7 +23,7 @@ _COMPLETION = "--install-completion"
 GROUPS = {
     "Every day": {
         "upcycle": ("upcycling", "sentence-transformers/all-MiniLM-L6-v2 --out minilm-mote"),
-        "train": ("training", "mote-best data.folder=DATA model.source=MODEL output=OUT"),
+        "train": ("training", "mote data.folder=DATA model.source=MODEL output=OUT"),
         "evaluate": ("evaluation", "MODEL BASELINE --data DATA"),
         "embed": ("corpora", "MODEL corpus.jsonl --task document --out VECTORS"),
         "export": ("export", "MOTE --expert search_query --out DENSE"),
@@ -68,8 +68,8 @@ VERBS = {
     "lengthen": Verb("lengthening:lengthen", "Give an encoder rotary positions, for longer texts."),
     "train": Verb("cli.verbs:train", "Train a model from a recipe.", "train"),
     "pretrain": Verb("cli.verbs:pretrain", "Pre-train a model on plain text, alone or with a decoder.", "train"),
-    "evaluate": Verb("evaluation.evaluate:evaluate", "Score models with MTEB.", "evaluate"),
-    "analyze": Verb("analysis.analyze:analyze", "Show how far experts have specialised.", "evaluate"),
+    "evaluate": Verb("cli.verbs:evaluate", "Score models with MTEB.", "evaluate"),
+    "analyze": Verb("cli.verbs:analyze", "Show how far experts have specialised.", "evaluate"),
     "embed": Verb("corpora.embed:embed_corpus", "Embed a corpus into sharded parquet files.", "corpora"),
     "mine": Verb("corpora.mining:mine_negatives", "Mine hard negatives for datasets of pairs.", "corpora"),
     "filter": Verb("corpora.mining:filter_pairs", "Drop the pairs that a model does not confirm.", "corpora"),

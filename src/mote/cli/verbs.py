@@ -10,7 +10,9 @@ from pkgutil import resolve_name
 from typing import Any, Literal
 
 import mote
+from mote.analysis.options import AnalyzeOptions
 from mote.cli.build import EditOptions
+from mote.evaluation.options import EvaluateOptions
 from mote.upcycling.options import UpcyclingOptions
 
 
@@ -72,6 +74,31 @@ def _recipe_command(name: str, place: str = "recipes") -> Callable[..., None]:
 
 train = _recipe_command("mote.training.train:TrainingRun")
 pretrain = _recipe_command("mote.training.pretraining:PretrainingRun", "recipes/pretraining")
+
+
+def evaluate(models: list[str], out: str | None = None, *, options: EvaluateOptions) -> Any:
+    """Score models with MTEB.
+
+    Scores are cached by model, data, limit and dtype; the same command resumes an interrupted evaluation. A dataset on
+    which a model fails does not stop the others.
+
+    Args:
+        models: Any Sentence-Transformers models: folders or ids on the Hub, or LABEL=MODEL.
+        out: Folder for tables, scores and the cache. Default: only a cache in the user's Hugging Face assets.
+    """
+    return mote.evaluate(models, out, options)  # imported here: it takes seconds, for which its help need not wait
+
+
+def analyze(models: list[str], out: str | None = None, *, options: AnalyzeOptions) -> Any:
+    """Show how far experts have specialised.
+
+    Measures similarity between tasks, divergence between queries and documents, and the weight change of each expert.
+
+    Args:
+        models: Any Sentence-Transformers models: folders or ids on the Hub, or LABEL=MODEL.
+        out: Folder for tables, numbers and charts. Default: nothing is written.
+    """
+    return mote.analyze(models, out, options)
 
 
 def export(
