@@ -15,18 +15,20 @@ Models", Findings of ACL 2025 (arXiv:2506.17781).
 
 import copy
 import inspect
-import re
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from packaging.version import Version
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModel, MPNetModel, PreTrainedConfig, PreTrainedModel
@@ -348,6 +350,8 @@ class MoTEModel(PreTrainedModel):
         as_imported()
         with suppress(OSError):  # there is no such file, or no connection
             model.record = name and cached_file(name, "mote.json", **hub)
+        if __package__ == "mote.remote":  # the installed code, which runs in place of the model's own
+            _warn_of_newer(model.record)
         return (model, info) if output_loading_info else model
 
     @staticmethod
@@ -459,11 +463,18 @@ class MoTEModel(PreTrainedModel):
 
 
 def _require_own_adapter(model: MoTEModel, info: Any) -> None:
-    if unknown := sorted(key for key in info.unexpected_keys if re.search(r"\.(lora|hada|lokr|ia3|oft)_", key)):
+    if hasattr(model, "peft_config") and (unknown := sorted(info.unexpected_keys)):  # set by PEFT, which is silent
         raise ValueError(
             f"The adapter has weights for modules that this model lacks, such as {unknown[0]}: was it trained on the "
             "dense model? Then merge it into that one (merge_and_unload), and upcycle the result"
         )
+
+
+def _warn_of_newer(record: str | None) -> None:
+    with suppress(OSError, ValueError, LookupError, TypeError):  # no record, or one without versions
+        made_by = json.loads(Path(record or "").read_text(encoding="utf-8"))["steps"][-1]["versions"]["mote-embeddings"]
+        if Version(made_by) > Version(installed := version("mote-embeddings")):
+            logger.warning_once(f"{record}: made by mote-embeddings {made_by}, but {installed} is installed: upgrade")
 
 
 class _Uninitialized(TorchFunctionMode):

@@ -12,8 +12,8 @@ from typing import Any
 
 # Room → patterns of its files, and its budget in lines.
 LIBRARY = {
-    "root, remote": ((":(glob)*_mote.py", "src/mote/remote/*.py"), 2890),
-    "checkpoints": (("src/mote/checkpoints/*.py",), 2902),
+    "root, remote": ((":(glob)*_mote.py", "src/mote/remote/*.py"), 2900),
+    "checkpoints": (("src/mote/checkpoints/*.py",), 2930),
     "training": (("src/mote/training/*.py",), 4020),
     "corpora": (("src/mote/corpora/*.py",), 1219),
     "data": (("src/mote/data/*.py",), 810),
@@ -26,11 +26,11 @@ LIBRARY = {
     "serving": (("src/mote/serving.py",), 339),
     "cli, integrations, hub, reporting": (
         ("src/mote/cli/*.py", "src/mote/integrations/*.py", "src/mote/hub.py", "src/mote/reporting.py"),
-        910,
+        1010,
     ),
 }
 REST = 650  # files, options, and what else is in the package
-ALL = 17_950
+ALL = 18_750
 OTHERS = {
     "tests": (("tests/*.py",), 20_600),
     "benchmarks, scripts": (("benchmarks/*.py", "scripts/*.py"), 2500),

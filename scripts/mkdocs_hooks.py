@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from pkgutil import resolve_name
 from typing import Any, get_args
 
+LAST_IN_SEARCH = ("results.md", "performance.md", "changelog.md")  # their tables hold every word
 PARTS = {"tasks": ".TASK", "datasets": "[]"}  # settings that hold several of their class → how one is written
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any = None, **_: Any) -> str:
     """Replace comments such as `<!-- commands -->` by references, and links to files that are not part of the site."""
+    if page is not None and page.file.src_uri in LAST_IN_SEARCH:
+        page.meta.setdefault("search", {"boost": 0.1})
     markdown = re.sub(r"\[([^\]]+)\]\(\.\./((?:examples|src|tests|scripts|research)/[^)]+)\)", r"\1 (`\2`)", markdown)
     if "<!-- commands -->" in markdown:
         markdown = markdown.replace("<!-- commands -->", "\n".join(command_reference()))

@@ -12,10 +12,10 @@ from typing import get_args
 
 import pytest
 from helpers.pages import option_types
-from helpers.paths import SMALL_ENCODER
+from helpers.paths import ROOT, SMALL_ENCODER
 from helpers.processes import run_python
 
-from mote.cli import VERBS, main
+from mote.cli import GROUPS, GUIDES, VERBS, application, main
 
 
 @pytest.mark.parametrize("words", [[], ["experts"], *(name.split() for name in VERBS)], ids=" ".join)
@@ -23,8 +23,16 @@ def test_every_verb_has_help(words: list[str], capsys: pytest.CaptureFixture[str
     assert main([*words, "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert text.startswith(" ".join(["Usage: mote", *words]))
-    for name in option_types(words) if words and words != ["experts"] else ():
-        assert f" {name} " in text, name
+    if not words:
+        places = [text.index(f" {title} ") for title in GROUPS]
+        assert places == sorted(places)  # the daily ones first
+    elif words != ["experts"]:
+        for name in option_types(words):
+            assert f" {name} " in text, name
+        page, example = GUIDES[" ".join(words)]
+        assert f"Example: mote {' '.join(words)} {example} Guide: docs/{page}.md " in text
+        assert (ROOT / "docs" / f"{page}.md").is_file()
+        application(words).parse_args([*words, *example.split()], exit_on_error=False, print_error=False)
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,7 +45,7 @@ def test_help_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
     code = """
 import sys
 from mote.cli import main
-assert main(["--help"]) == main(["upcycle", "--help"]) == 0
+assert main(["--help"]) == main(["upcycle", "--help"]) == main(["evaluate", "--help"]) == 0
 assert not {"torch", "transformers", "numpy", "datasets"} & sys.modules.keys()
 assert main(["embed", "--help"]) == main(["mine", "--help"]) == 0
 assert not {"torch", "transformers", "datasets"} & sys.modules.keys()
@@ -76,6 +84,9 @@ def test_unexpected_errors_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys:
     words = ["memory", "x", "--batch-size", "1", "--length", "1"]
     assert main(words) == 1
     assert capsys.readouterr().err == "error: RuntimeError: two lines (`MOTE_DEBUG=1 mote …` prints the traceback)\n"
+    monkeypatch.setenv("MOTE_DEBUG", "0")
+    assert main(words) == 1
+    assert "Traceback" not in capsys.readouterr().err
     monkeypatch.setenv("MOTE_DEBUG", "1")
     assert main(words) == 1
     assert "Traceback (most recent call last)" in capsys.readouterr().err
@@ -192,8 +203,17 @@ def test_a_flag_may_stand_among_arguments(place: int, tmp_path: Path, capsys: py
     assert "Dry run: nothing was trained." in capsys.readouterr().out
 
 
+def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "mote-best: an expert for search and text matching"
+    for words in (["--list"], ["--help"]):
+        assert main(["train", *words]) == 0
+        assert line in capsys.readouterr().out
+    assert main(["pretrain", "--list"]) == 0
+    assert "- mlm: masked language modelling" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("words", [["-q", "upcycle"], ["upcycle", "-q"]])
 def test_quiet(words: list[str], dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*words, "--src", str(dense), "--out", str(tmp_path / "out")]) == 0
+    assert main([*words, str(dense), "--out", str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out == ""
     assert (tmp_path / "out" / "config.json").is_file()

@@ -45,8 +45,11 @@ def test_log_lines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(logging.root, "handlers", [])
     console_logging()
     console_logging()  # a second call does not print twice
+    logging.warning("theirs")  # as libraries do, which configures logging if it has no handler
+    assert capsys.readouterr() == ("", "theirs\n")
     LOGGER.info("100 %% of %d", 3)
     LOGGER.debug("not shown")
     LOGGER.warning("odd")

@@ -13,6 +13,7 @@ hash of the base, and files of several models are never mixed in silence.
 """
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from hashlib import blake2b, sha256
@@ -206,7 +207,7 @@ class WeightFiles:
                 self._write(self.folder / name, {key: self.weights[key].contiguous() for key in keys})
         index = {"metadata": {HEADER: self.index}, "weight_map": self.weight_map}
         path = self.folder / SAFE_WEIGHTS_INDEX_NAME
-        temporary = path.with_name(f".writing-{path.name}")
+        temporary = path.with_name(f".writing-{os.getpid()}-{path.name}")
         temporary.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         temporary.replace(path)
         listed = {*self.weight_map.values()}
@@ -215,7 +216,8 @@ class WeightFiles:
                 file.unlink(missing_ok=True)
 
     def _write(self, path: Path, weights: dict[str, torch.Tensor]) -> None:
-        temporary = path.with_name(f".writing-{path.name}")
+        # Its own: all processes of Sentence-Transformers' trainer (6.2) save.
+        temporary = path.with_name(f".writing-{os.getpid()}-{path.name}")
         try:
             save_file(weights, temporary, metadata={"format": "pt", HEADER: self.headers[path.name]})
             with temporary.open("r+b") as file:  # the library writes several entries in random order

@@ -113,6 +113,10 @@ def console_logging(quiet: bool = False) -> None:
     logger = logging.getLogger("mote")
     if not any(isinstance(handler, ConsoleHandler) for handler in logger.handlers):
         logger.addHandler(ConsoleHandler())
+    if not logging.root.handlers and logging.lastResort is not None:
+        # Or else a library's first `logging.warning(…)` would add a handler that prints our lines, too.
+        logging.lastResort.addFilter(lambda record: record.name.partition(".")[0] != "mote")
+        logging.root.addHandler(logging.lastResort)
     logger.setLevel(logging.WARNING if quiet or os.environ.get("RANK", "0") != "0" else logging.INFO)
 
 

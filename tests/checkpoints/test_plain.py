@@ -155,6 +155,20 @@ def test_lower_case_is_in_the_tokenizer(tmp_path: Path) -> None:
     assert [for_servers.encode(text).ids for text in upper] == [for_servers.encode(text).ids for text in TEXTS]
 
 
+def test_no_pooler_is_made_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Sentence-Transformers would report, at each loading, that its weights are missing."""
+    source = dense_checkpoint(tmp_path / "dense", sentence_transformers={})
+    for _ in range(2):
+        write_plainly(source, dense_model("bert"))
+    assert not caplog.messages
+    assert SentenceTransformer(str(source))[0].model.pooler is None
+    made = upcycle(str(source), tmp_path / "mote")  # which takes no such argument
+    assert np.array_equal(
+        SentenceTransformer(str(made), trust_remote_code=True).encode(TEXTS, task="clustering"),
+        SentenceTransformer(str(source)).encode(TEXTS),
+    )
+
+
 def test_names_of_tokenizers_in_transformers_4(tmp_path: Path) -> None:
     source = dense_checkpoint(tmp_path / "dense", sentence_transformers={})
     changes = {"tokenizer_class": "TokenizersBackend", "extra_special_tokens": ["[MASK]"]}

@@ -20,7 +20,7 @@ from mote.checkpoints.provenance import new_step, read_steps
 from mote.checkpoints.reading import open_checkpoint
 from mote.checkpoints.writing import Repository
 from mote.cli import main
-from mote.experts import export
+from mote.experts import add, export
 from mote.remote.sentence_transformer_mote import MoTETransformer
 
 
@@ -82,6 +82,8 @@ def test_the_line_that_says_how_to_load_a_model_runs(
     folders = [upcycle(str(source), tmp_path / "out", **settings)]
     if "retrieval" not in settings and "routing" not in settings:
         folders.append(transform(folders[0], tmp_path / "dense", export, "clustering"))
+        transform(folders[0], tmp_path / "more", add, "legal")
+        assert caplog.messages[-1].endswith('prompt_name="legal")')  # the newest task
     for folder in folders:
         line = next(line for line in caplog.messages if line.startswith(f'{encoder}("{folder}"'))
         assert len(eval(line, {**vars(sentence_transformers), "texts": ["a", "b"]})) == 2

@@ -1,5 +1,6 @@
 """Loading: MoTEs, and encoders with all their weights."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,15 @@ def test_a_dense_model_is_not_a_mote(tmp_path: Path) -> None:
 def test_a_format_of_a_newer_release_is_refused() -> None:
     with pytest.raises(ValueError, match="format 2, of a newer MoTE: pip install -U"):
         MoTEConfig.from_dict({**mote_config(dense_model("bert")).to_dict(), "mote_format": 2})
+
+
+@pytest.mark.parametrize(("made_by", "warnings"), [("99.1", 1), ("0.0.1", 0), ("garbled", 0)])
+def test_a_model_of_a_newer_release(
+    made_by: str, warnings: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained_mote("bert").save_pretrained(tmp_path)
+    (tmp_path / "mote.json").write_text(json.dumps({"steps": [{"versions": {"mote-embeddings": made_by}}]}))
+    for _ in range(2):  # said once
+        mote.load(tmp_path)
+    said = [each for each in caplog.messages if f"made by mote-embeddings {made_by}, but 0.1" in each]
+    assert len(said) == warnings

@@ -232,17 +232,36 @@ def test_copies_on_several_gpus_in_one_process_are_refused() -> None:
         fresh_mote("bert")._replicate_for_data_parallel()
 
 
-def test_an_adapter_of_the_dense_model_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        ("Lora", {"init_lora_weights": False}),
+        ("Vera", {"r": 2, "init_weights": False}),
+        ("BOFT", {"boft_block_size": 4, "init_weights": False}),
+        ("FourierFT", {"n_frequency": 10, "scaling": 500}),
+        ("LNTuning", {"target_modules": ["LayerNorm"]}),
+        ("TrainableTokens", {"target_modules": ["word_embeddings"], "token_indices": [*range(10)]}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of PEFT
+def test_an_adapter_of_the_dense_model_is_refused(kind: str, arguments: dict[str, Any], tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    config = {"target_modules": ["query", "intermediate.dense"], "init_lora_weights": False}
+    config = {"target_modules": ["query", "value"], **arguments}
+    loaders = [peft.PeftModel.from_pretrained]
+    if kind != "Vera":  # which transformers does not load
+        loaders.append(lambda model, folder: model.load_adapter(folder))
     for source, make in (("dense", dense_model), ("mote", trained_mote)):
-        peft.get_peft_model(make("bert"), peft.LoraConfig(**config)).save_pretrained(tmp_path / source)
-        for load in (lambda model, folder: model.load_adapter(folder), peft.PeftModel.from_pretrained):
+        adapter = peft.get_peft_model(make("bert"), getattr(peft, f"{kind}Config")(**config))
+        for weight in (weight for weight in adapter.parameters() if weight.requires_grad):
+            weight.data.add_(torch.randn_like(weight))
+        adapter.save_pretrained(tmp_path / source)
+        for load in loaders:
             model = trained_mote("bert").eval()
             before = model(**batch(), task="beta").pooler_output
             if source == "dense":
                 with pytest.raises(ValueError, match=r"merge it into that one \(merge_and_unload\), and upcycle"):
                     load(model, tmp_path / source)
             else:
-                load(model, tmp_path / source)
+                loaded = load(model, tmp_path / source)
+                model = loaded if kind == "Vera" else model
                 assert difference(model.eval()(**batch(), task="beta").pooler_output, before) > 1e-3

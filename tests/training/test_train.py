@@ -293,7 +293,10 @@ def test_a_dry_run(tiny: Path, data: Path, tmp_path: Path, own_cache: Path, caps
     text = capsys.readouterr().out
     assert "2 steps" in text
     assert "| retrieval/tldr_pages " in text
-    assert "max_steps: 2" in text
+    assert "\n2 steps, batches of " in text
+    assert "max_steps: 2" not in text
+    assert main(["train", "mote", *settings, "--dry-run", "-v"]) == 0
+    assert "max_steps: 2" in capsys.readouterr().out
     assert not own_cache.exists()
     assert not (tmp_path / "run").exists()
     assert main(["train", "mote", *settings, distilled(Path("/nowhere")), "--dry-run"]) == 1

@@ -127,7 +127,9 @@ def _plain_transformer(settings: Settings, folder: Path, model: PreTrainedModel)
         tokenizer = read_json(folder / "tokenizer_config.json", missing_ok=True)
         lengths = [tokenizer.get("model_max_length"), longest_sequence(model)]
         length = min((one for one in lengths if one is not None), default=None)
-    if newer := others.keys() - {"instruction_pooling"}:  # of a module with code of its own
+    if "add_pooling_layer" in inspect.signature(type(model)).parameters:  # else its absence is reported at each loading
+        others["model_args"] = {**others.get("model_args", {}), "add_pooling_layer": False}
+    if newer := others.keys() - {"instruction_pooling", "model_args"}:  # of a module with code of its own
         logger.warning("%s are read by Sentence-Transformers 5.4 and later only", ", ".join(sorted(newer)))
     if lower:
         _edit(folder / "tokenizer.json", _lower_casing)

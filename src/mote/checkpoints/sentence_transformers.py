@@ -214,6 +214,8 @@ def _set_modules(pipeline: Pipeline, model: PreTrainedModel, source: Checkpoint,
     first.path = ""
     if first.name == "MLMTransformer":
         pipeline.transformer.setdefault("transformer_task", "fill-mask")
+    for arguments in ("model_args", "model_kwargs") if is_mote(model.config) else ():
+        pipeline.transformer.get(arguments, {}).pop("add_pooling_layer", None)  # a MoTE has none
     transformer = OUR_TRANSFORMER if is_mote(model.config) else TRANSFORMER
     first.type = first_module(transformer, included=pipeline.instruction_pooling == "included")
     for module in others:

@@ -85,7 +85,8 @@ class Repository:
             parent = self.source.revision if repo_id == self.source.name else None
             hub.push(out, repo_id, recorded_files(out), WEIGHTS, options.private, parent)
         if isinstance(self.model, PreTrainedModel):
-            logger.info("%s", how_to_load(repo_id if options.push else str(out), self.model.config, Pipeline.read(out)))
+            place = repo_id if options.push else str(out)
+            logger.info("%s", how_to_load(place, self.model.config, Pipeline.read(out), self.source))
         return out
 
     def _write_model(self, folder: Path, max_shard_size: str) -> None:
@@ -147,11 +148,13 @@ def _provenance_of(sources: Sequence[Any]) -> list[dict[str, Any]]:
     return [source.provenance() for source in sources]
 
 
-def how_to_load(path: str, config: Any, pipeline: Pipeline) -> str:
-    """Return a line of Python that embeds texts with Sentence-Transformers."""
+def how_to_load(path: str, config: Any, pipeline: Pipeline, source: Checkpoint) -> str:
+    """Return a line of Python that embeds texts with Sentence-Transformers, for a task that the source lacks."""
     if pipeline.retrieval.kind != "dense":
         return f'SparseEncoder("{path}", trust_remote_code=True).encode_query(texts)  # or encode_document'
     if not is_mote(config):
         return f'{pipeline.encoder}("{path}").encode(texts)'
-    task = "search_query" if "search_query" in config.available_tasks else config.available_experts[0]
+    tasks = [*config.available_tasks]
+    new = [task for task in tasks if task not in getattr(source.config, "tasks", tasks)]
+    task = new[-1] if new else "search_query" if "search_query" in tasks else config.available_experts[0]
     return f'{pipeline.encoder}("{path}", trust_remote_code=True).encode(texts, prompt_name="{task}")'

@@ -9,15 +9,52 @@ import sys
 import traceback
 from collections.abc import Sequence
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, Group
 
 import mote
 from mote.files import expanded
 from mote.reporting import console_logging
 
 _COMPLETION = "--install-completion"
+
+
+GROUPS = {
+    "Every day": {
+        "upcycle": ("upcycling", "sentence-transformers/all-MiniLM-L6-v2 --out minilm-mote"),
+        "train": ("tutorial", "my-tasks model.source=MODEL tickets=tickets.csv faq=faq.csv"),
+        "evaluate": ("evaluation", "MODEL BASELINE --data DATA"),
+        "embed": ("corpora", "MODEL corpus.jsonl --task document --out VECTORS"),
+        "serve": ("serving", "MOTE --port 8000"),
+        "push": ("tutorial", "MOTE you/mote"),
+        "export": ("export", "MOTE --expert search_query --out DENSE"),
+        "set": ("routing", "MOTE --default-task search_document --overwrite"),
+    },
+    "Experts": {
+        "experts": ("experts", ""),
+        "experts list": ("experts", "MOTE"),
+        "experts add": ("experts", "MOTE mean --name legal --out BIGGER"),
+        "experts extract": ("experts", "MOTE legal --out legal.safetensors"),
+        "experts merge": ("experts", "MOTE a=0.7 b=0.3 --name both --out BIGGER"),
+        "experts remove": ("experts", "MOTE legal --out SMALLER"),
+        "experts rename": ("experts", "MOTE legal law --overwrite"),
+        "average": ("experts", "MOTE --out DENSE"),
+        "interpolate": ("experts", "MOTE --weight 0.5 --out NEARER"),
+        "compress": ("compression", "MOTE --rank 16 --out SMALLER"),
+        "analyze": ("analysis", "MOTE --out ANALYSIS"),
+    },
+    "Data and other models": {
+        "mine": ("corpora", "retrieval/faq --data DATA --model MODEL --out MINED"),
+        "filter": ("corpora", "retrieval/faq --data DATA --model MODEL --out FILTERED"),
+        "pretrain": ("pretraining", "mlm data.folder=DATA model.source=MODEL output=OUT"),
+        "lengthen": ("pretraining", "MODEL --length 2048 --out LONGER"),
+        "memory": ("scale", "MODEL --batch-size 64 --length 256"),
+        "card": ("upcycling", "MOTE"),
+    },
+}
+"""Commands as `mote --help` shows them, each with its page in docs/ and an example, which its own help shows."""
+GUIDES = {name: guide for group in GROUPS.values() for name, guide in group.items()}
 
 
 class Verb(NamedTuple):
@@ -33,8 +70,8 @@ VERBS = {
     "lengthen": Verb("lengthening:lengthen", "Give an encoder rotary positions, for longer texts."),
     "train": Verb("cli.verbs:train", "Train a model from a recipe.", "train"),
     "pretrain": Verb("cli.verbs:pretrain", "Pre-train a model on plain text, alone or with a decoder.", "train"),
-    "evaluate": Verb("evaluation.evaluate:evaluate", "Score models with MTEB.", "evaluate"),
-    "analyze": Verb("analysis.analyze:analyze", "Show how far experts have specialised.", "evaluate"),
+    "evaluate": Verb("cli.verbs:evaluate", "Score models with MTEB.", "evaluate"),
+    "analyze": Verb("cli.verbs:analyze", "Show how far experts have specialised.", "evaluate"),
     "serve": Verb("serving:serve", "Serve a MoTE over HTTP, with OpenAI's embeddings API.", "serve"),
     "embed": Verb("corpora.embed:embed_corpus", "Embed a corpus into sharded parquet files.", "corpora"),
     "mine": Verb("corpora.mining:mine_negatives", "Mine hard negatives for datasets of pairs.", "corpora"),
@@ -60,24 +97,32 @@ def application(words: Sequence[str]) -> App:
     """Return the app with the commands that are among the words; of all others, it knows the line in the help."""
     app = App(
         "mote",
-        help="Text-embedding models with task experts. -q, anywhere: print only warnings and errors.",
+        help="Text-embedding models with task experts. -q, anywhere: print only warnings and errors. "
+        "Guide: docs/index.md.",
         help_format="plaintext",
+        group_commands=Group("Options", sort_key=len(GROUPS)),
         version=lambda: f"mote {mote.__version__}",
         result_action="return_value",
         suppress_keyboard_interrupt=False,
     )
     app.register_install_completion_command(_COMPLETION)
-    group = App("experts", help="List, add, extract, merge, remove and rename experts.")
+    places: dict[str, Any] = {
+        name: {"group": group, "sort_key": [*GUIDES].index(name)}
+        for at, (title, names) in enumerate(GROUPS.items())
+        for group in [Group(title, sort_key=at)]
+        for name in names
+    }
+    group = App("experts", help="List, add, extract, merge, remove and rename experts.", **places["experts"])
     app.command(group)
-    for name, verb in VERBS.items():
-        *of_group, name = name.split()
-        parent = group if of_group else app
+    for full_name, verb in VERBS.items():
+        *of_group, name = full_name.split()
+        parent, place = (group, {}) if of_group else (app, places.get(name, {}))
         if name in words or _COMPLETION in words:
             from mote.cli.build import as_command
 
-            parent.command(as_command(verb), name=name, help_format="markdown")
+            parent.command(as_command(verb, full_name), name=name, help_format="markdown", **place)
         else:
-            parent.command(App(name, help=verb.help))
+            parent.command(App(name, help=verb.help, **place))
     return app
 
 
@@ -101,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_error(f"{error} (see `{place} --help`)")
         return 2
     except Exception as error:
-        if os.environ.get("MOTE_DEBUG"):
+        if os.environ.get("MOTE_DEBUG", "0").lower() not in ("", "0", "false", "no"):
             traceback.print_exc()
         elif isinstance(error, ValueError | OSError | ImportError):
             _print_error(str(error))

@@ -14,7 +14,7 @@ from pydantic import SkipValidation, ValidationError
 
 import mote
 from mote.checkpoints.options import WriteOptions
-from mote.cli import Verb
+from mote.cli import GUIDES, Verb
 from mote.integrations import extra
 from mote.reporting import Report
 from mote.settings import Settings, descriptions, documented, error_messages
@@ -36,7 +36,7 @@ class EditOptions(WriteOptions):
     revision: str | None = None
 
 
-def as_command(verb: Verb) -> Callable[..., Any]:
+def as_command(verb: Verb, name: str) -> Callable[..., Any]:
     """Return a function with a signature that cyclopts turns into a command.
 
     Positional parameters up to the first list are arguments, all others and `out` are options. A class of settings
@@ -63,6 +63,8 @@ def as_command(verb: Verb) -> Callable[..., Any]:
 
     command.__signature__ = signature  # type: ignore[attr-defined]
     _, *details = inspect.cleandoc(function.__doc__ or "").partition("\n\nArgs:")[0].split("\n\n")
+    page, example = GUIDES[name]
+    details += [f"Example: `mote {name} {example}`", f"Guide: docs/{page}.md"]
     command.__doc__ = "\n\n".join([verb.help, *details])
     return command
 
@@ -149,8 +151,10 @@ def _option(name: str, annotation: Any, default: Any, text: str) -> inspect.Para
         # What a library takes for an empty list or None is not shown, nor are flags.
         shown = isinstance(default, str | int | float) and not isinstance(default, bool)
         default, kind = default if shown else None, kind | None
-    annotation = Annotated[kind, Parameter(name=flag, negative=negative, help=text, **more)]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+    names = (flag, "-v") if name == "verbose" else flag
+    annotation = Annotated[kind, Parameter(name=names, negative=negative, help=text, **more)]
+    place = inspect.Parameter.POSITIONAL_OR_KEYWORD if name == "src" else inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, place, annotation=annotation, default=default)
 
 
 def _type(members: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
@@ -184,7 +188,7 @@ def _members(annotation: Any) -> Iterator[Any]:
 
 
 def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    return "--" + name.rstrip("_").replace("_", "-")
 
 
 def _read_numbers(_: Any, tokens: Sequence[Token]) -> str | list[str]:

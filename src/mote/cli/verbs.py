@@ -1,13 +1,18 @@
 """Commands that do more than call one function of the library."""
 
+import inspect
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.resources import files
 from pkgutil import resolve_name
 from typing import Any, Literal
 
 import mote
+from mote.analysis.options import AnalyzeOptions
 from mote.cli.build import EditOptions
+from mote.evaluation.options import EvaluateOptions
 from mote.upcycling.options import UpcyclingOptions
 
 
@@ -27,11 +32,20 @@ def upcycle(*, src: str, out: str | None = None, dry_run: bool = False, options:
         mote.upcycle(src, out, options)
 
 
-def _recipe_command(name: str) -> Callable[..., None]:
-    """Return the command that trains by a class of runs, `module:name`."""
+def _recipe_command(name: str, place: str = "recipes") -> Callable[..., None]:
+    """Return the command that trains by a class of runs, `module:name`, from recipes shipped in a folder of `mote`."""
+    texts = {file.name: file.read_text("utf-8") for file in files("mote").joinpath(place).iterdir() if file.is_file()}
+    found = {name.removesuffix(".yaml"): re.search("(?m)^description: (.*)", text) for name, text in texts.items()}
+    recipes = "\n".join(f"- {name}: {line[1] if line else ''}" for name, line in sorted(found.items()))
 
     def command(
-        recipe: str, overrides: list[str] | None = None, *, dry_run: bool = False, overwrite: bool = False
+        recipe: str = "",
+        overrides: list[str] | None = None,
+        *,
+        list_: bool = False,
+        dry_run: bool = False,
+        verbose: bool = False,
+        overwrite: bool = False,
     ) -> None:
         """Train a model from a recipe.
 
@@ -40,20 +54,51 @@ def _recipe_command(name: str) -> Callable[..., None]:
         Args:
             recipe: Recipe: a file, or the name of a shipped one.
             overrides: KEY=VALUE, settings that override those of the recipe.
+            list_: List the shipped recipes.
             dry_run: Read the data, print the plan, train nothing.
+            verbose: With dry_run, print the complete recipe.
             overwrite: Discard a finished or interrupted run and start over.
         """
+        if list_:
+            sys.stdout.write(recipes + "\n")
+            return
         run = resolve_name(name)(recipe, overrides or [], overwrite=overwrite)
         if dry_run:
-            sys.stdout.write(f"{run.plan()}\nDry run: nothing was trained.\n")
+            sys.stdout.write(f"{run.plan(verbose)}\nDry run: nothing was trained.\n")
         else:
             run.run()
 
+    command.__doc__ = inspect.cleandoc(command.__doc__ or "").replace("\nArgs:", f"\n{recipes}\n\nArgs:")
     return command
 
 
 train = _recipe_command("mote.training.train:open_run")
-pretrain = _recipe_command("mote.training.pretraining:PretrainingRun")
+pretrain = _recipe_command("mote.training.pretraining:PretrainingRun", "recipes/pretraining")
+
+
+def evaluate(models: list[str], out: str | None = None, *, options: EvaluateOptions) -> Any:
+    """Score models with MTEB.
+
+    Scores are cached by model, data, limit and dtype; the same command resumes an interrupted evaluation. A dataset on
+    which a model fails does not stop the others.
+
+    Args:
+        models: Any Sentence-Transformers models: folders or ids on the Hub, or LABEL=MODEL.
+        out: Folder for tables, scores and the cache. Default: only a cache in the user's Hugging Face assets.
+    """
+    return mote.evaluate(models, out, options)  # imported here: it takes seconds, for which its help need not wait
+
+
+def analyze(models: list[str], out: str | None = None, *, options: AnalyzeOptions) -> Any:
+    """Show how far experts have specialised.
+
+    Measures similarity between tasks, divergence between queries and documents, and the weight change of each expert.
+
+    Args:
+        models: Any Sentence-Transformers models: folders or ids on the Hub, or LABEL=MODEL.
+        out: Folder for tables, numbers and charts. Default: nothing is written.
+    """
+    return mote.analyze(models, out, options)
 
 
 def export(

@@ -76,7 +76,10 @@ def choose_tasks(
             "Choose some of them with --task instead"
         )
     if benchmark is None:
-        return [mteb.get_task(name) for name in dict.fromkeys(names)]
+        try:
+            return [mteb.get_task(name) for name in dict.fromkeys(names)]
+        except KeyError as error:
+            raise ValueError(f"MTEB has no such task: {error.args[0].removeprefix('KeyError: ')}") from None
     tasks = list(mteb.get_benchmark(benchmark).tasks)
     return [tasks[index] for index in matching([[task.metadata.name] for task in tasks], names)]
 

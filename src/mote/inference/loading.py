@@ -230,7 +230,8 @@ def weight_ids(
     _, index = find_index(os.fspath(path), revision=revision)
     if index is None:
         return {}
-    experts = {task and _expert_of(path, task, revision) for task in tasks}
+    config = task_config(path, revision)
+    experts = {task and config and config.available_tasks.get(task) for task in tasks}
     used = {name: [file, *index["head"]] for name, file in index["experts"].items() if experts & {None, name}}
     ids = {name: "-".join(Path(file).stem.rpartition("-")[2] for file in files) for name, files in used.items()}
     return {"base": index["base"], "experts": ids}

@@ -44,7 +44,7 @@ def require(backend: str) -> None:
     if missing:
         raise OSError(
             f"The backend {backend} needs packages that are not installed ({', '.join(missing)}): "
-            f'pip install "mote-embeddings[{backend}]"'
+            f'pip install "mote-embeddings[{backend}]", or in a clone pip install ".[{backend}]"'
         )
 
 

@@ -83,6 +83,7 @@ class MoTETransformer(Transformer):
 
     forward_kwargs = {"task"}  # otherwise `encode(task=…)` would be silently ignored
     repo_id: str | None = None  # of the repository that what is saved next is pushed to
+    way: Any = 0  # into the graphs of the calls of a step, for DDP
 
     def __init__(self, *args: Any, backend: str = "torch", **kwargs: Any) -> None:
         if backend != "torch":
@@ -150,6 +151,12 @@ class MoTETransformer(Transformer):
         known: Any = self.model.arguments
         inputs = {name: value for name, value in features.items() if name in known or name == "modality"}
         features.update(super().forward(inputs, **routing, **kwargs))
+        out = features["token_embeddings"]
+        if out.requires_grad and torch.distributed.is_available() and torch.distributed.is_initialized():
+            # DDP takes an expert for unused if no tensor of the *last* call leads to it, but a loss calls the model for
+            # each column. So a call also returns a way back into the earlier ones, until a backward pass begins.
+            self.way = features["way"] = out[:0].sum() + self.way
+            out.register_hook(lambda _: setattr(self, "way", 0))
         return features
 
     def on_model_ready(self, model: Any) -> None:

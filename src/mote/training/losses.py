@@ -22,7 +22,7 @@ from torch.nn.functional import normalize
 from mote.remote.configuration_mote import alternatives
 from mote.training.cleaning import INFO_NCE, LABEL_TYPES
 from mote.training.data import TrainingSet
-from mote.training.processes import processes, replicated
+from mote.training.processes import processes
 from mote.training.progress import count_texts
 from mote.training.recipe import Recipe, RetrievalSettings, TaskSettings
 from mote.training.trainer_settings import TrainingSettings
@@ -250,12 +250,7 @@ def check_loss(task: str, settings: TaskSettings, *, sparse: bool = False) -> No
 def build_loss(model: Any, training_set: TrainingSet, recipe: Recipe) -> nn.Module:
     """Build the loss of a training set, for the processes that train together."""
     task, training, count = training_set.settings, recipe.training, processes().num_processes
-    if replicated():
-        # With two experts in a step, DDP fails on two forward passes before one backward pass. Gradient caching runs
-        # them one after the other, and gives the same gradients.
-        size = training.mini_batch_size or training.batch_size // count
-        training = training.model_copy(update={"mini_batch_size": size, "gradient_caching": True})
-    elif training.mini_batch_size is not None and training.batch_size <= training.mini_batch_size:
+    if training.mini_batch_size is not None and training.batch_size // count <= training.mini_batch_size:
         training = training.model_copy(update={"mini_batch_size": None})  # caching would only take longer
     sparse = recipe.retrieval.kind != "dense"
     gathered = training.cross_device_negatives and count > 1

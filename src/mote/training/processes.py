@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import DistributedType, parse_flag_from_env, reduce
+from accelerate.utils import parse_flag_from_env, reduce
 from torch import Tensor
 from transformers import TrainingArguments
 
@@ -38,12 +38,6 @@ def with_deepspeed() -> bool:
 def with_fsdp() -> bool:
     """Whether `accelerate launch` was configured for FSDP."""
     return bool(parse_flag_from_env("ACCELERATE_USE_FSDP"))
-
-
-def replicated() -> bool:
-    """Whether each process holds the whole model (DDP), even if only one process was launched."""
-    launched = processes().distributed_type != DistributedType.NO
-    return launched and not with_deepspeed() and not with_fsdp()
 
 
 def build_arguments(kind: type[Arguments], training: TrainerSettings, folder: RunFolder, **fixed: Any) -> Arguments:

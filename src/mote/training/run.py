@@ -64,10 +64,16 @@ class Run(ABC):
             self.recipe = load_recipe(recipe, overrides, self.recipe_class)
         self.folder, self.overwrite, self.tracker = RunFolder(Path(self.recipe.output)), overwrite, Tracker()
 
-    def plan(self) -> str:
-        """Describe the run: settings, data and steps. Writes nothing."""
+    def plan(self, verbose: bool = True) -> str:
+        """Describe the run: all settings or the most important ones, data and steps. Writes nothing."""
         self._open()
-        return f"{as_yaml(self.recipe)}\n{self._describe_data()}"
+        recipe, training = self.recipe, self.recipe.training
+        length = f"{training.max_steps} steps" if training.max_steps > 0 else f"{training.num_train_epochs:g} epochs"
+        short = (
+            f"{recipe.name}: {recipe.description}\n{recipe.model.source} → {self.folder.model}\n{length}, batches of "
+            f"{training.batch_size:,}, learning rate {training.learning_rate:g} (-v: all settings)\n"
+        )
+        return f"{as_yaml(recipe) if verbose else short}\n{self._describe_data()}"
 
     def run(self) -> Path:
         """Run to the end, and return the folder of the model; all processes call this together."""

@@ -13,8 +13,6 @@ from sentence_transformers import (
     SparseEncoderTrainer,
     SparseEncoderTrainingArguments,
 )
-from sentence_transformers.base.losses.gradcache import uses_gradient_cache
-from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss
 from torch import nn
 from transformers import Trainer
 
@@ -29,7 +27,7 @@ from mote.training.data import BLENDED, TrainingData, TrainingSet, load_data
 from mote.training.losses import LoadBalancedLoss, build_loss, check_loss
 from mote.training.model import SHARED, build_model, encodings, names_of
 from mote.training.own_tasks import complete
-from mote.training.processes import build_arguments, processes, replicated, with_fsdp
+from mote.training.processes import build_arguments, processes, with_fsdp
 from mote.training.progress import LOSS_FILE, RunCallback, SparsitySchedule, TrackedLoss
 from mote.training.recipe import Recipe, load_recipe
 from mote.training.run import Run
@@ -159,14 +157,8 @@ class TrainingRun(Run):
         loss = build_loss(self.model, training_set, self.recipe)
         routed = self.recipe.model.kind == "mote"
         experts = {self.names.expert_of(task) for task in training_set.tasks} if routed else set()
-        is_cached = uses_gradient_cache(loss.loss if isinstance(loss, MatryoshkaLoss) else loss)
-        # Under FSDP, processes reduce gradients of one expert together; DDP takes one gradient of each weight.
-        if len(experts) > 1 and ((training_set.parts and with_fsdp()) or (replicated() and not is_cached)):
-            raise ValueError(
-                f"{training_set.name}: several processes cannot send the columns of a row through {len(experts)} "
-                f"experts ({', '.join(sorted(experts))}) with {training_set.settings.loss}. For blended batches use "
-                "DDP; else FSDP2, a loss that caches gradients, or one task for anchors and positives"
-            )
+        if len(experts) > 1 and training_set.parts and with_fsdp():  # gradients of unlike experts would be summed
+            raise ValueError(f"FSDP cannot train {len(experts)} experts with blended batches: use DDP")
         if token_routing(self.names) is not None:
             loss = LoadBalancedLoss(loss)
         return TrackedLoss(self.model, loss, self.tracker, training_set.name, training_set.task)
@@ -268,4 +260,15 @@ def _trainer_class(recipe: Recipe) -> Any:
     base: type = SentenceTransformerTrainer if recipe.retrieval.kind == "dense" else SparseEncoderTrainer
     if with_fsdp():  # Sentence-Transformers (6.2) loads checkpoints as whole models only
         return type("ShardedTrainer", (base,), {"_load_from_checkpoint": Trainer._load_from_checkpoint})
-    return base if recipe.training.peft is None else type("AdapterTrainer", (AdapterCheckpoints, base), {})
+    adapters = () if recipe.training.peft is None else (AdapterCheckpoints,)
+    return type("OwnTrainer", (_SavesOnce, *adapters, base), {})
+
+
+class _SavesOnce:
+    """A trainer of which only one process saves; all of Sentence-Transformers' (6.2) do, into the same files."""
+
+    args: Any
+
+    def _save(self, *arguments: Any, **others: Any) -> None:
+        if self.args.should_save:
+            super()._save(*arguments, **others)  # type: ignore[misc]  # of the next class
