@@ -12,11 +12,11 @@ from typing import Any
 
 # Room → patterns of its files, and its budget in lines.
 LIBRARY = {
-    "root, remote": ((":(glob)*_mote.py", "src/mote/remote/*.py"), 2900),
+    "root, remote": ((":(glob)*_mote.py", "src/mote/remote/*.py"), 2910),
     "checkpoints": (("src/mote/checkpoints/*.py",), 2930),
-    "training": (("src/mote/training/*.py",), 4020),
-    "corpora": (("src/mote/corpora/*.py",), 1219),
-    "data": (("src/mote/data/*.py",), 810),
+    "training": (("src/mote/training/*.py",), 4400),
+    "corpora": (("src/mote/corpora/*.py",), 1230),
+    "data": (("src/mote/data/*.py",), 910),
     "evaluation, analysis": (("src/mote/evaluation/*.py", "src/mote/analysis/*.py"), 1800),
     "experts, upcycling, lengthening": (
         ("src/mote/experts/*.py", "src/mote/upcycling/*.py", "src/mote/lengthening.py"),
@@ -32,12 +32,12 @@ LIBRARY = {
 REST = 650  # files, options, and what else is in the package
 ALL = 18_750
 OTHERS = {
-    "tests": (("tests/*.py",), 20_600),
+    "tests": (("tests/*.py",), 21_200),
     "benchmarks, scripts": (("benchmarks/*.py", "scripts/*.py"), 2500),
-    "research": (("research/*.py",), 2680),
+    "research": (("research/*.py",), 2700),
     "examples": (("examples/*.py", ":!examples/small-mote"), 1199),  # 2,443 with the copies of remote code in it
 }
-DOCS = 25_000  # words, beside the results
+DOCS = 26_500  # words, beside the results
 RAISES = 12  # in 1,000 lines
 VALIDATION = 0.07  # of the lines of code
 

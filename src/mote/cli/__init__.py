@@ -133,6 +133,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = [*map(expanded, sys.argv[1:] if argv is None else argv)]
     console_logging(quiet="-q" in words)
+    if "-q" in words or not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' bars, too
     words = [word for word in words if word != "-q"]
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
