@@ -177,7 +177,7 @@ class Demo:
 def page(demo: Demo) -> gr.Blocks:
     with gr.Blocks(title="MoTE: one text, several experts", analytics_enabled=False) as blocks:
         gr.Markdown(f"{INTRODUCTION}\n{demo.about}", elem_id="introduction")
-        with gr.Tab("The same texts, other experts"):
+        with gr.Tab("Map"):
             map_tab(demo, blocks)
         with gr.Tab("Search"):
             search_tab(demo, blocks)
@@ -188,7 +188,7 @@ def page(demo: Demo) -> gr.Blocks:
 
 def map_tab(demo: Demo, blocks: gr.Blocks) -> None:
     with gr.Row():
-        expert = gr.Radio(demo.experts, value=demo.experts[-1], label="Expert", scale=3, elem_id="expert")
+        expert = gr.Radio(demo.experts, value=demo.experts[min(1, len(demo.experts) - 1)], label="Expert", scale=3, elem_id="expert")
         example = gr.Dropdown(MAPS, value=MAPS[0], label="Example texts", scale=2)
     shown = gr.State(write_lines(MAPS[0]))
     drawing = gr.Column()
@@ -255,6 +255,15 @@ def route_tab(demo: Demo, blocks: gr.Blocks) -> None:
     found.failure(lambda: "## No expert", None, answer)
 
 
+def launch(demo: Demo, **options: Any) -> str:
+    """Serve the page; return its address, if `prevent_thread_lock` is among the options."""
+    theme = gr.themes.Default(  # no fonts from other servers
+        primary_hue="indigo", font="system-ui", font_mono="ui-monospace"
+    )
+    blocks = page(demo).queue(default_concurrency_limit=4)
+    return str(blocks.launch(theme=theme, css=CSS, ssr_mode=False, footer_links=["gradio"], **options)[1])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=os.environ.get("MODEL"), help="a MoTE: a folder, or an id on the Hub")
@@ -267,12 +276,7 @@ def main() -> None:
         demo = Demo(SentenceTransformer(source, trust_remote_code=True), source)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    theme = gr.themes.Default(
-        primary_hue="indigo", font="system-ui", font_mono="ui-monospace"
-    )  # no fonts from other servers
-    page(demo).queue(default_concurrency_limit=4).launch(
-        server_port=options.port, theme=theme, css=CSS, ssr_mode=False, footer_links=["gradio"]
-    )
+    launch(demo, server_port=options.port)
 
 
 if __name__ == "__main__":
