@@ -1,7 +1,6 @@
 """Table and chart of the small MoTE: the dense model without and with instructions, and MoTE, by task type."""
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -27,11 +26,11 @@ Gains = dict[str, dict[str, list[float]]]
 """Name → group of datasets → gains over the dense model without instructions, one per seed."""
 
 
-def readme_table(scores: Scores, labels: Iterable[str] = tuple(ROWS)) -> str:
+def types_table(scores: Scores) -> str:
     """Format means over datasets and seeds, with the best of each row in bold."""
     rows = []
-    for label in labels:
-        datasets = datasets_of(scores, ROWS[label], tuple(NAMES))
+    for label, kinds in ROWS.items():
+        datasets = datasets_of(scores, kinds, tuple(NAMES))
         means = [cell(scores, name, datasets).mean for name in NAMES]
         shown = [f"**{mean:.2f}**" if mean == max(means) else f"{mean:.2f}" for mean in means]
         rows.append([f"{label} ({len(datasets)})", *shown])

@@ -19,7 +19,7 @@ from typing import Any
 from research import other_papers
 from research.claims import TABLES, Claim, Table
 from research.figures import ablation_table
-from research.gains import draw_gains, drawn_gains, gains_of, readme_table
+from research.gains import draw_gains, drawn_gains, gains_of, types_table
 from research.goal import choices_tables, goal_report, labels_report, ways_table
 from research.scores import FIVE_TASKS, START, FoundScores, Scores, Store, found_scores, read, scores_of, write
 from research.summary import SUMMARIES, summary_table
@@ -37,7 +37,7 @@ from research.tables import (
 )
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/results.md", "research/results.md", "research/tables/*.md")
+PAGES = ("docs/results.md", "research/results.md", "research/tables/*.md")
 CHART = "docs/images/gains.png"
 END = "<!-- end of table -->"
 SMALL_MOTE = "small_mote"
@@ -66,8 +66,7 @@ def known_tables(store: Store) -> dict[str, str]:
             store.contents("sweep", "task_loras")["task_loras"]["sweep"], scores_of(store.of_scale("task_loras"))
         ),
         "small_mote": _small_mote(store.contents("table", SMALL_MOTE)[SMALL_MOTE], of_scales[SMALL_MOTE]),
-        "readme": readme_table(of_scales[SMALL_MOTE], ("retrieval", "classification", "clustering", "all")),
-        "small_mote/types": readme_table(of_scales[SMALL_MOTE]),
+        "small_mote/types": types_table(of_scales[SMALL_MOTE]),
     }
     tables |= {f"summary/{name}": summary_table(rows, of_scales) for name, rows in SUMMARIES.items()}
     for scale in SCALES:

@@ -8,7 +8,7 @@ import pytest
 from mote.statistics import welch_test
 from research import pages
 from research.experiments import SCALES, recipe_of
-from research.gains import gains_of, readme_table
+from research.gains import gains_of, types_table
 from research.scores import Scores, Store, read
 from research.summary import SUMMARIES, Row, summary_table
 from research.tests.test_tables import lines_without_padding
@@ -33,7 +33,7 @@ def test_the_tables_are_those_of_the_stored_scores(store: Store) -> None:
 def test_every_table_is_on_a_page(known: dict[str, str]) -> None:
     texts = [path.read_text(encoding="utf-8") for pattern in pages.PAGES for path in pages.ROOT.glob(pattern)]
     shown = {name for text in texts for name in re.findall(r"<!-- table: (\S+) -->", text)}
-    assert known.keys() - shown <= {"small/models", "readme"}
+    assert known.keys() - shown <= {"small/models"}
 
 
 def test_the_short_page_is_short() -> None:
@@ -111,7 +111,7 @@ def test_the_small_mote_s_table_and_chart_by_hand() -> None:
     seeds = dict.fromkeys(every, (42, 43))
     scores = Scores({name: dict.fromkeys(types, values) for name, values in every.items()}, types, seeds)
     scores.every["mote"] |= {"r2": [40.0, 40.0], "u": [6.0, 6.0]}
-    assert lines_without_padding(readme_table(scores))[2:] == [
+    assert lines_without_padding(types_table(scores))[2:] == [
         "| retrieval (2) | 10.00 | 21.00 | 22.00 | **36.00** |",
         "| classification (1) | 10.00 | 21.00 | 22.00 | **32.00** |",
         "| clustering (1) | 10.00 | 21.00 | 22.00 | **32.00** |",
