@@ -5,6 +5,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from helpers.processes import run_python
 
 import mote
 
@@ -32,3 +33,9 @@ def test_unknown_names_are_refused() -> None:
     with pytest.raises(AttributeError, match="module 'mote' has no attribute 'upcycel'"):
         mote.upcycel  # type: ignore[attr-defined]  # noqa: B018
     assert mote.__version__ == version("mote-embeddings")
+
+
+def test_a_folder_called_mote_hides_nothing(tmp_path: Path) -> None:
+    """As beside a clone, also where an editable install is that clone (as in CI)."""
+    (tmp_path / "mote" / "src").mkdir(parents=True)
+    run_python("import sys; sys.path.insert(0, ''); import mote; mote.WriteOptions", cwd=tmp_path)

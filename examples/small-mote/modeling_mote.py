@@ -471,7 +471,7 @@ def _require_own_adapter(model: MoTEModel, info: Any) -> None:
 
 
 def _warn_of_newer(record: str | None) -> None:
-    with suppress(OSError, ValueError, LookupError, TypeError):  # no record, or one without versions
+    with suppress(OSError, ValueError, LookupError, TypeError, ImportError):  # no record, or no version in it
         made_by = json.loads(Path(record or "").read_text(encoding="utf-8"))["steps"][-1]["versions"]["mote-embeddings"]
         if Version(made_by) > Version(installed := version("mote-embeddings")):
             logger.warning_once(f"{record}: made by mote-embeddings {made_by}, but {installed} is installed: upgrade")

@@ -206,7 +206,7 @@ def test_invalid_arguments(data: Path, capsys: pytest.CaptureFixture[str]) -> No
     cases: list[tuple[list[str], str]] = [
         ([], "--data FOLDER, --benchmark NAME, or only --task"),
         (["--data", "DATA", "--benchmark", "MTEB(eng, v1)"], "Choose what to evaluate on: --data"),
-        (["--task", "NFCorpuss"], "'NFCorpuss' not found. Did you mean: 'NFCorpus'"),
+        (["--task", "NFCorpuss"], "error: MTEB has no such task: 'NFCorpuss' not found. Did you mean: 'NFCorpus'"),
         (["--benchmark", "MTEB(eng, v1)", "--task", "Bank?"], "No dataset matches 'Bank?'"),
         (["--task", "STS12", "--limit", "5"], "--limit only cuts datasets of --data"),
         (["--data", "DATA", "--task", "sts/part9"], "sts/part9"),

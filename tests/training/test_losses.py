@@ -176,14 +176,18 @@ def test_halves_are_the_models_own(
 
 @pytest.fixture
 def replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "replicated", lambda: True)
     monkeypatch.setattr(losses, "processes", lambda: SimpleNamespace(num_processes=2))
 
 
-@pytest.mark.parametrize(("training", "size"), [({}, 32), ({"mini_batch_size": 8, "gradient_caching": False}, 8)])
-def test_replicas_always_cache(training: dict[str, Any], size: int, model: SentenceTransformer, replicas: None) -> None:
+@pytest.mark.parametrize(
+    ("training", "caches", "size"),
+    [({}, False, 0), ({"mini_batch_size": 8}, True, 8), ({"mini_batch_size": 8, "gradient_caching": False}, False, 8)],
+)
+def test_several_processes_cache_as_one_does(
+    training: dict[str, Any], caches: bool, size: int, model: SentenceTransformer, replicas: None
+) -> None:
     loss = built_loss(model, {"batch_size": 64, **training})
-    assert (loss.uses_gradient_cache, loss.mini_batch_size, loss.gather_across_devices) == (True, size, True)
+    assert (loss.uses_gradient_cache, loss.mini_batch_size, loss.gather_across_devices) == (caches, size, True)
 
 
 @pytest.mark.parametrize("name", [name for name in LABEL_TYPES if name != INFO_NCE])
