@@ -79,7 +79,7 @@ def score(model: SentenceTransformer, task: str | None, parts: dict[str, list[di
     rows = parts[split]
 
     def embed(texts: list[str]) -> np.ndarray:
-        arguments = {} if task is None else {"task": task}
+        arguments: dict[str, Any] = {} if task is None else {"task": task}
         return model.encode(texts, batch_size=64, normalize_embeddings=True, show_progress_bar=False, **arguments)
 
     if "label" in rows[0]:

@@ -80,7 +80,7 @@ def main() -> None:
     mote.transform(trained, OUT, keep, default_task="general", options=options, after=halve)
     mote.write_card(OUT)
     source, twin = (SentenceTransformer(str(path)) for path in ("examples/small-encoder", work / "dense/model"))
-    model = SentenceTransformer(str(OUT), trust_remote_code=True)
+    model: Any = SentenceTransformer(str(OUT), trust_remote_code=True)
     rows = [["dense source", *scores(source.encode)], ["dense twin", *scores(twin.encode)]]
     for expert in model[0].config.experts:
         rows.append([f"expert `{expert}`", *scores(lambda texts, task=expert: model.encode(texts, task=task))])

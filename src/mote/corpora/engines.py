@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from huggingface_hub.utils import tqdm
 
+from mote.cluster import ray_cluster
 from mote.corpora.encoder import Encoder
 from mote.corpora.options import CorpusOptions
 from mote.files import replaced
@@ -147,21 +148,6 @@ def _on_ray(job: Job, numbers: Sequence[int], encoder: Encoder, progress: Callab
             progress(job.rows(row["number"]))
             encoder.truncated = row["truncated"]
             yield row["number"]
-
-
-@contextmanager
-def ray_cluster() -> Iterator[Any]:
-    """Connect to a cluster: the one in `RAY_ADDRESS`, the one that this machine belongs to, or a new one on it."""
-    import ray
-
-    connected = ray.is_initialized()
-    if not connected:
-        ray.init(log_to_driver=False, logging_level=logging.ERROR)
-    try:
-        yield ray
-    finally:
-        if not connected:
-            ray.shutdown()
 
 
 def _resources(workers: int | None, shards: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from mote.checkpoints.options import WriteOptions
 from mote.checkpoints.provenance import new_step, read_steps
 from mote.checkpoints.reading import is_mote, open_checkpoint, open_mote
 from mote.checkpoints.writing import Repository
-from mote.corpora.engines import ray_cluster
+from mote.cluster import ray_cluster
 from mote.experts.artefact import ExpertArtefact, open_expert
 from mote.experts.editing import GENERAL, add, weights
 from mote.files import lock, read_json
