@@ -137,7 +137,7 @@ def scores(args: argparse.Namespace, name: str, start: str, method: str, split: 
     source = str(args.checkpoints / start)
     if method == "source":
         return {task: score(SentenceTransformer(source), None, part, split) for task, part in parts.items()}
-    found = {}
+    found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         files = {}
         for task, part in parts.items():
