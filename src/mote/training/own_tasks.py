@@ -18,8 +18,8 @@ ROLES = {
     "similarity": ("sts", "pair_classification"),
 }
 
-# Rows below which → batch size and epochs: 50 to 230 steps up to 20,000 rows.
-SETTINGS = ((1_000, 32, 4), (5_000, 64, 3), (20_000, 128, 2), (math.inf, 256, 1))
+# Rows below which → batch size and epochs: mostly 60 to 230 steps.
+SETTINGS = ((500, 16, 4), (1_000, 32, 4), (5_000, 64, 3), (20_000, 128, 2), (math.inf, 256, 1))
 
 logger = logging.getLogger(__name__)
 

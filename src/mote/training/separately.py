@@ -50,9 +50,9 @@ class SeparateRuns:
             )
             self.runs[name] = TrainingRun(own, overwrite=overwrite)
 
-    def plan(self) -> str:
-        """Describe the runs. Writes nothing."""
-        return "\n\n".join(_done(name) if run.is_done() else run.plan() for name, run in self.runs.items())
+    def plan(self, verbose: bool = True) -> str:
+        """Describe the runs, as `Run.plan` does. Writes nothing."""
+        return "\n\n".join(_done(name) if run.is_done() else run.plan(verbose) for name, run in self.runs.items())
 
     def run(self) -> Path:
         """Train the experts that are not there yet, and return the folder of the MoTE with all of them."""
