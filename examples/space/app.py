@@ -255,6 +255,15 @@ def route_tab(demo: Demo, blocks: gr.Blocks) -> None:
     found.failure(lambda: "## No expert", None, answer)
 
 
+def launch(demo: Demo, **options: Any) -> str:
+    """Serve the page; return its address, if `prevent_thread_lock` is among the options."""
+    theme = gr.themes.Default(  # no fonts from other servers
+        primary_hue="indigo", font="system-ui", font_mono="ui-monospace"
+    )
+    blocks = page(demo).queue(default_concurrency_limit=4)
+    return str(blocks.launch(theme=theme, css=CSS, ssr_mode=False, footer_links=["gradio"], **options)[1])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=os.environ.get("MODEL"), help="a MoTE: a folder, or an id on the Hub")
@@ -267,12 +276,7 @@ def main() -> None:
         demo = Demo(SentenceTransformer(source, trust_remote_code=True), source)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    theme = gr.themes.Default(
-        primary_hue="indigo", font="system-ui", font_mono="ui-monospace"
-    )  # no fonts from other servers
-    page(demo).queue(default_concurrency_limit=4).launch(
-        server_port=options.port, theme=theme, css=CSS, ssr_mode=False, footer_links=["gradio"]
-    )
+    launch(demo, server_port=options.port)
 
 
 if __name__ == "__main__":

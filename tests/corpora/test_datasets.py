@@ -78,7 +78,7 @@ def test_the_negatives_are_those_of_sentence_transformers(tmp_path: Path) -> Non
     names = find_columns(DatasetSource(path="x"), rows[0], "arxiv").names
     (anchor,), (positive,) = names["anchor"], names["positive"]
     write_rows(tmp_path / "retrieval/arxiv/train.jsonl", rows)
-    options = {"query_task": "search_query", "document_task": "search_document", "trust_remote_code": True}
+    options = {"query_task": "query", "document_task": "document", "trust_remote_code": True}
     out = mote.mine_negatives(["retrieval/*"], tmp_path / "out", SMALL_MOTE, data=tmp_path, negatives=3, **options)
     texts = [row[positive] for row in rows]
     mined = [
@@ -89,8 +89,8 @@ def test_the_negatives_are_those_of_sentence_transformers(tmp_path: Path) -> Non
     theirs = mine_hard_negatives(
         datasets.Dataset.from_list([{"anchor": row[anchor], "positive": row[positive]} for row in rows]),
         trusted(SMALL_MOTE),
-        query_prompt_name="search_query",
-        corpus_prompt_name="search_document",
+        query_prompt_name="query",
+        corpus_prompt_name="document",
         relative_margin=0.05,
         range_max=50,
         num_negatives=3,
