@@ -177,7 +177,7 @@ class Demo:
 def page(demo: Demo) -> gr.Blocks:
     with gr.Blocks(title="MoTE: one text, several experts", analytics_enabled=False) as blocks:
         gr.Markdown(f"{INTRODUCTION}\n{demo.about}", elem_id="introduction")
-        with gr.Tab("The same texts, other experts"):
+        with gr.Tab("Map"):
             map_tab(demo, blocks)
         with gr.Tab("Search"):
             search_tab(demo, blocks)
@@ -188,7 +188,7 @@ def page(demo: Demo) -> gr.Blocks:
 
 def map_tab(demo: Demo, blocks: gr.Blocks) -> None:
     with gr.Row():
-        expert = gr.Radio(demo.experts, value=demo.experts[-1], label="Expert", scale=3, elem_id="expert")
+        expert = gr.Radio(demo.experts, value=demo.experts[min(1, len(demo.experts) - 1)], label="Expert", scale=3, elem_id="expert")
         example = gr.Dropdown(MAPS, value=MAPS[0], label="Example texts", scale=2)
     shown = gr.State(write_lines(MAPS[0]))
     drawing = gr.Column()
