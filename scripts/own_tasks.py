@@ -82,7 +82,8 @@ def main() -> None:
     source, twin = (SentenceTransformer(str(path)) for path in ("examples/small-encoder", work / "dense/model"))
     model = SentenceTransformer(str(OUT), trust_remote_code=True)
     rows = [["dense source", *scores(source.encode)], ["dense twin", *scores(twin.encode)]]
-    for expert in model[0].config.experts:
+    config: Any = model[0].config
+    for expert in config.experts:
         rows.append([f"expert `{expert}`", *scores(lambda texts, task=expert: model.encode(texts, task=task))])
     head = ["", *(f"{kind}: {what}" for kind in QUICKSTART["KINDS"] for what in ("accuracy", "unseen", "nearest"))]
     train, test = (QUICKSTART["read_requests"](split) for split in ("train", "test"))
