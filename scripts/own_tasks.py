@@ -35,7 +35,7 @@ In percent, over the {tests:,} test rows of `examples/data/requests`; one run ea
 of the {rows:,} training rows is right; "unseen": only over the {unseen} test rows with a pair of topic and intent that
 no training row has. "Nearest": of the other test rows, without those that share both, the nearest one shares this. The
 dense twin is one model, trained on the same rows in the same batches, steps and rate. `python -m scripts.own_tasks`
-repeats all of this.
+repeats all of this. With another seed (43), "nearest" is 71.3 and 78.0 by the right experts, 64.8 and 28.4 in the twin.
 
 The texts are from CLINC150 (CC BY 3.0) and HWU64 (CC BY 4.0), with labels of our own: see examples/data/README.md. They
 are not in this folder.
@@ -80,9 +80,10 @@ def main() -> None:
     mote.transform(trained, OUT, keep, default_task="general", options=options, after=halve)
     mote.write_card(OUT)
     source, twin = (SentenceTransformer(str(path)) for path in ("examples/small-encoder", work / "dense/model"))
-    model: Any = SentenceTransformer(str(OUT), trust_remote_code=True)
+    model = SentenceTransformer(str(OUT), trust_remote_code=True)
     rows = [["dense source", *scores(source.encode)], ["dense twin", *scores(twin.encode)]]
-    for expert in model[0].config.experts:
+    config: Any = model[0].config
+    for expert in config.experts:
         rows.append([f"expert `{expert}`", *scores(lambda texts, task=expert: model.encode(texts, task=task))])
     head = ["", *(f"{kind}: {what}" for kind in QUICKSTART["KINDS"] for what in ("accuracy", "unseen", "nearest"))]
     train, test = (QUICKSTART["read_requests"](split) for split in ("train", "test"))

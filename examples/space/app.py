@@ -51,7 +51,7 @@ MOST_LINES = 500  # in a box: a visitor's texts are embedded by each expert whil
 CSS = """
 #spread table { width: 100%; margin: 0 }
 #spread :is(table, tr, th, td) { border: 0 }
-#spread :is(th, td) { padding: 2px 8px 2px 0; word-break: normal }
+#spread :is(th, td) { padding: 2px 8px 2px 0; word-break: normal !important; overflow-wrap: normal !important }
 #spread :is(th, td) { border-bottom: 1px solid var(--border-color-primary) }
 #introduction h1 { margin: 0 }
 """
@@ -188,8 +188,15 @@ def page(demo: Demo) -> gr.Blocks:
 
 def map_tab(demo: Demo, blocks: gr.Blocks) -> None:
     with gr.Row():
-        expert = gr.Radio(demo.experts, value=demo.experts[min(1, len(demo.experts) - 1)], label="Expert", scale=3, elem_id="expert")
-        example = gr.Dropdown(MAPS, value=MAPS[0], label="Example texts", scale=2)
+        expert = gr.Radio(
+            demo.experts,
+            value=demo.experts[min(1, len(demo.experts) - 1)],
+            label="Expert",
+            scale=3,
+            min_width=300,
+            elem_id="expert",
+        )
+        example = gr.Dropdown(MAPS, value=MAPS[0], label="Example texts", scale=2, min_width=300)
     shown = gr.State(write_lines(MAPS[0]))
     drawing = gr.Column()
     with gr.Accordion("Edit the texts: one per line, as group | text", open=False):
@@ -213,7 +220,7 @@ def map_tab(demo: Demo, blocks: gr.Blocks) -> None:
                     x_title="first principal component",
                     y_title="second principal component",
                     height=350,
-                    label="Map: each point is a text; hover or tap to read it",
+                    label="Each point is a text: hover or tap",
                     show_label=True,
                     scale=3,
                     min_width=300,
@@ -229,7 +236,10 @@ def search_tab(demo: Demo, blocks: gr.Blocks) -> None:
     query = gr.Textbox(QUERIES[0], label="Query", elem_id="query")
     gr.Examples([[each] for each in QUERIES], query, label="Example queries")
     with gr.Row():
-        found = [gr.Markdown(min_width=260, elem_id=f"found-{place}") for place in range(len(demo.ways))]
+        found = []
+        for place in range(len(demo.ways)):
+            with gr.Column(min_width=260):  # on a phone, one below the other
+                found.append(gr.Markdown(elem_id=f"found-{place}"))
     button = gr.Button("Search", variant="primary")
     texts = "\n".join(dict.fromkeys(text for _, text in TEXTS[MAPS[0]]))
     documents = gr.Textbox(texts, lines=5, max_lines=8, label="Texts, one per line", elem_id="documents")

@@ -57,6 +57,10 @@ def main() -> None:
             page.set_default_timeout(WAIT)
             page.goto(f"{address}?__theme={theme}")
             click_through(page, options.out if (width, theme) == (1200, "light") else None)
+            page.get_by_role("tab", name="Map").click()
+            line = page.locator("#spread td").first.bounding_box()
+            assert line is not None
+            assert line["height"] < 40, f"An expert's name is broken over lines at {width} pixels"
             wide = page.evaluate("document.documentElement.scrollWidth")
             assert wide <= width, f"{wide} pixels wide on a page of {width}"
             page.close()
