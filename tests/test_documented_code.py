@@ -53,8 +53,6 @@ NOT_HERE = {  # part of a command or line → why it cannot run here
     "onnx": "needs an extra",
     "compile(": "takes minutes",
     "MOTE --end-token": "needs a decoder",
-    "mote serve": "does not end",
-    "mote push": "writes to the Hub",
 }
 SHORT = ["data.limit=40", "training.batch_size=8", "training.max_steps=1", "training.warmup_steps=0"]
 SHORT_TRAINING = [*SHORT, "training.mini_batch_size=8", "validation.limit=8", "model.max_length=128"]
