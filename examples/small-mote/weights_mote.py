@@ -28,7 +28,7 @@ from transformers import CONFIG_MAPPING
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 from transformers.utils.hub import cached_files
 
-from .configuration_mote import MoTEConfig
+from .configuration_mote import MTEB_PROMPTS, UNSEEN_TASKS, MoTEConfig
 
 HEADER = "mote"  # entry of a file's metadata, and of the index's
 HEAD = "head."  # prefix of the weights of a head
@@ -237,8 +237,12 @@ def _stem(expert: str) -> str:
 
 
 def describe(config: MoTEConfig, expert: str) -> dict[str, Any]:
-    """Return what an expert's header says: its name, the tasks that it serves, and their instructions."""
-    tasks = [task for task, served_by in config.tasks.items() if served_by == expert]
+    """Return what an expert's header says: its name, the tasks that it serves, and their instructions.
+
+    Roles and types of tasks that many experts could serve are left out: the model's config assigns them.
+    """
+    assigned = {*UNSEEN_TASKS, *MTEB_PROMPTS.values()} - {expert}
+    tasks = [task for task, served_by in config.tasks.items() if served_by == expert and task not in assigned]
     # Its own also if it is empty: another model may get the paper's instead.
     own = {task: config.instruction_of(task) for task in tasks if task in {expert, *config.instructions}}
     return {"name": expert, "tasks": tasks, "instructions": own}
