@@ -357,11 +357,13 @@ class MoTEConfig(PreTrainedConfig):
     def _default(self, texts: Sequence[str] = ("",), prompt: str | None = None) -> str:
         """Return the task of texts for which no rule decides, with their prompt in front.
 
-        A warning says so, once for a model and a cause, unless the default task was chosen when loading.
+        A warning says so, once for a model and a cause, unless the default task was chosen when loading, or is that of
+        the source itself, `general`.
         """
         if self.default_task is not None and (self.default_is_chosen or torch.compiler.is_compiling()):
             return self.default_task
         cause = f"the prompt {prompt[:60]!r} belongs to no task" if prompt else "no task and no prompt are given"
+        nearly = None
         if self.route_by_text:
             known = {_letters(each): each for each in self._tasks_of_instructions()}
             begins = (_letters(text[: 2 * len(next(iter(known), ""))]) for text in texts)
@@ -369,6 +371,8 @@ class MoTEConfig(PreTrainedConfig):
             cause += f" (did you mean {nearly!r}?)" if nearly else ""
         else:
             cause += ", and what a text begins with does not count (route_by_text=False)"
+        if self.default_task == "general" and not prompt and nearly is None:  # the dense source, used as such
+            return self.default_task
         if self.default_task is None:
             raise ValueError(
                 f"No task for the text {texts[0][:60]!r}: {cause}, and the model has no default_task."

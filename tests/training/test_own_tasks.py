@@ -76,6 +76,7 @@ def test_from_files_to_a_model(tiny: Path, files: Path, tmp_path: Path, capsys: 
     assert "2 steps at a learning rate of 0.001 teach next to nothing" in err
     model, source = trusted(tmp_path / "run" / "model"), SentenceTransformer(str(tiny))
     assert np.array_equal(model.encode(TEXTS), source.encode(TEXTS))  # the default task is the source itself
+    assert "default task" not in capsys.readouterr().err  # so nobody needs a warning
     experts = {task: model.encode(TEXTS, task=task) for task in ("tickets", "faq", "alike")}
     assert not any(np.allclose(one, source.encode(TEXTS), atol=1e-5) for one in experts.values())
     assert np.array_equal(model.encode_query(TEXTS), experts["faq"])
