@@ -128,7 +128,7 @@ print(sorted(model.model_prompts[name] for name in names.values()))
     [
         (None, "nothing was started: Token is required"),
         ("hf_unheard_of", "nothing was started: Invalid user token"),
-        ("hf_read", "may only read"),
+        ("hf_read", "is read-only"),
     ],
 )
 def test_a_push_that_cannot_succeed_is_not_begun(

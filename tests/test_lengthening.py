@@ -104,8 +104,8 @@ def test_what_does_not_suit_is_refused(tmp_path: Path) -> None:
         ("nomic_bert", {}, "is a 'nomic_bert', but .* learned positions"),
         ("mpnet", {}, "is a 'mpnet', but .* of the types bert, roberta, xlm-roberta, camembert"),
         ("bert", {"is_decoder": True}, "is a 'decoder', but"),
-        ("bert", {"max_position_embeddings": 64}, "takes texts of 64 tokens already: `--length` must be above that"),
-        ("roberta", {"max_position_embeddings": 65}, "takes texts of 64 tokens already"),  # after the padding's index
+        ("bert", {"max_position_embeddings": 64}, "already takes texts of 64 tokens: `--length` must be above that"),
+        ("roberta", {"max_position_embeddings": 65}, "already takes texts of 64 tokens"),  # after the padding's index
     ]
     for family, settings, message in cases:
         source = dense_checkpoint(tmp_path / "source", family, **settings)

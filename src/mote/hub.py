@@ -62,7 +62,7 @@ def check_before_push(repo_id: str) -> str:
         user = HfApi().whoami()
     if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
         raise PermissionError(
-            f"The token of {user['name']} may only read: make one with write access at huggingface.co/settings/tokens"
+            f"The token of {user['name']} is read-only: create one with write access at huggingface.co/settings/tokens"
         )
     return repo_id if "/" in repo_id else f"{user['name']}/{repo_id}"
 

@@ -86,7 +86,7 @@ def lengthen(
         )
     positions: Any = positions_of(source)
     if length <= positions:  # which are trained, and would be lost
-        raise ValueError(f"{source.name} takes texts of {positions:,} tokens already: `--length` must be above that")
+        raise ValueError(f"{source.name} already takes texts of {positions:,} tokens: `--length` must be above that")
     repo_id = require_writable(target, options, source.folder)
     tokenizer = load_tokenizer(source)
     keys = read_shapes(source.weights)

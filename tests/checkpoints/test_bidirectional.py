@@ -142,5 +142,5 @@ def test_a_source_that_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["bert", "modernbert"])
 def test_encoders_are_refused_by_name(name: str) -> None:
     config: PreTrainedConfig = dense_model(name).config
-    with pytest.raises(ValueError, match=rf"tiny is a '{name}', .* attend in both. Decoders with a choice: mistral"):
+    with pytest.raises(ValueError, match=rf"tiny is a '{name}': .* already bidirectional, .* for decoders \(mistral"):
         make_bidirectional(config, "tiny")

@@ -125,7 +125,7 @@ def test_a_module_outside_of_the_source_is_not_copied(tmp_path: Path) -> None:
         modules[1]["path"] = path
         (source / "modules.json").write_text(json.dumps(modules))
         for change in (partial(upcycle, str(source), tmp_path / "out"), partial(write_retrieval, source, Retrieval())):
-            with pytest.raises(ValueError, match=r"leads out of the modules of .*source"):
+            with pytest.raises(ValueError, match=r"is outside the modules of .*source"):
                 change()
     assert (tmp_path / "secret").is_dir()
     assert first_module("evil.InstructedTransformer", included=True) == "evil.InstructedTransformer"  # not ours
@@ -180,6 +180,6 @@ def test_links_out_of_the_source_are_not_followed(target: str | None, cached: Pa
         (cached / "1_Pooling").symlink_to(tmp_path / "secret")
     else:
         (cached / "1_Pooling" / "leak").symlink_to(target.format(tmp=tmp_path))
-    with pytest.raises(ValueError, match=r"(leak|1_Pooling) leads out of the modules of .*abc"):
+    with pytest.raises(ValueError, match=r"(leak|1_Pooling) is outside the modules of .*abc"):
         upcycle(str(cached), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -161,7 +161,7 @@ def test_a_model_that_does_not_load_is_not_loaded_for_each_dataset(
         (
             lambda name, weight: torch.ones_like(weight) if name.endswith("bias") else 0 * weight,
             ["sts/sts17_en"],
-            "ValueError: the score is nan, as where all that the model gives are equal",
+            "ValueError: the score is nan: are all embeddings of the model equal?",
         ),
     ],
 )

@@ -256,7 +256,7 @@ def test_the_folder_is_a_whole_mote(
 
 def test_a_rank_that_saves_nothing_is_noted(trained: Path, caplog: pytest.LogCaptureFixture) -> None:
     mote.experts.compress(mote.load(trained), rank=FULL)
-    assert "this takes no less memory than uncompressed experts: choose a lower rank" in caplog.text
+    assert "this saves no memory over uncompressed experts: choose a lower rank" in caplog.text
 
 
 @pytest.mark.long

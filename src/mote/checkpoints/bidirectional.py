@@ -19,8 +19,8 @@ def make_bidirectional(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
     """Return a copy of a decoder's config in which every token attends to every other, without window and cache."""
     if config.model_type not in DECODERS:
         raise ValueError(
-            f"{name} is a {config.model_type!r}, whose direction of attention cannot be chosen: encoders already "
-            f"attend in both. Decoders with a choice: {', '.join(DECODERS)}"
+            f"{name} is a {config.model_type!r}: encoders are already bidirectional, this setting is for decoders "
+            f"({', '.join(DECODERS)})"
         )
     changed: Any = copy.deepcopy(config)
     changed.is_causal = changed.use_cache = False

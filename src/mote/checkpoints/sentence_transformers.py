@@ -251,7 +251,7 @@ def _copy_files(source: Checkpoint, name: str, target: Path) -> None:
     inside = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]  # the Hub's cache
     for path in (module, *module.rglob("*")):
         if not any(folder in path.resolve().parents for folder in inside):
-            raise ValueError(f"{path} leads out of the modules of {source.name}: put the file itself there")
+            raise ValueError(f"{path} is outside the modules of {source.name}: put the file itself there")
         if path.is_file():
             copy = target / path.relative_to(source.folder)
             copy.parent.mkdir(parents=True, exist_ok=True)

@@ -84,7 +84,7 @@ class Pipeline:
         for index, entry in enumerate(read_json(folder / MODULES, list, missing_ok=True)):
             kind, path = entry.pop("type").removeprefix(f"{remote.__name__}."), entry.pop("path")
             if (index or path) and folder.resolve() not in (folder / path).resolve().parents:
-                raise ValueError(f"{folder / path} leads out of the modules of {folder}: put the module itself there")
+                raise ValueError(f"{folder / path} is outside the modules of {folder}: put the module itself there")
             module = Module(kind, path, {}, entry)
             if index:  # only a pooling cannot do without settings
                 module.settings = read_json(folder / path / "config.json", missing_ok=not module.pools)

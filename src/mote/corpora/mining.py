@@ -118,7 +118,7 @@ def _statistics(mined: dict[str, np.ndarray]) -> dict[str, Any]:
 def filter_pairs(
     datasets: Sequence[str], out: str | Path, model: str | Path, options: FilterOptions | None = None, **settings: Any
 ) -> Path:
-    """Copy datasets of pairs, without the pairs that a model does not confirm.
+    """Copy datasets of pairs, without pairs whose positive a model does not retrieve.
 
     The same call resumes an interrupted run. Errors are those of `mine_negatives`.
 

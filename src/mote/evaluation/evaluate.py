@@ -201,7 +201,7 @@ def _main_score(result: TaskResult, task: AbsTask) -> float:
     """The score of a task: the mean over its splits and subsets, x 100, as exact as mteb stores it."""
     score = round(100 * float(result.validate_and_filter_scores(task).get_score()), 4)
     if not np.isfinite(score):
-        raise ValueError(f"the score is {score}, as where all that the model gives are equal")
+        raise ValueError(f"the score is {score}: are all embeddings of the model equal?")
     return score
 
 

@@ -48,7 +48,7 @@ class _Evaluated:
         sparse = isinstance(embeddings, torch.Tensor) and embeddings.is_sparse
         values = torch.as_tensor(embeddings.coalesce().values() if sparse else embeddings)
         if not values.isfinite().all():
-            raise ValueError("the model gives embeddings that are not finite (NaN or infinite)")
+            raise ValueError("the model returns embeddings that are not finite (NaN or infinite)")
         return embeddings
 
 

@@ -51,7 +51,7 @@ def compress(model: MoTEModel, *, rank: int | None = None, bits: int | None = No
     before, after = expert_bytes(model), expert_bytes(compressed)
     logger.info("Experts as %s: %s → %s", compressed.config.compression, megabytes(before), megabytes(after))
     if after >= before:
-        logger.warning("note: this takes no less memory than uncompressed experts: choose a lower rank, or --bits 8")
+        logger.warning("note: this saves no memory over uncompressed experts: choose a lower rank, or --bits 8")
     moved: CompressedModel = compressed.to(model.device)  # type: ignore[arg-type]
     return moved.train(model.training)
 

@@ -175,7 +175,7 @@ def require_all_weights(encoder: "SentenceTransformer | SparseEncoder", path: st
     if missing:
         shown = ", ".join(sorted(missing)[:3]) + (" …" if len(missing) > 3 else "")
         raise ValueError(
-            f"{path} lacks weights or a vocabulary, and the library would make them up: {shown}. "
+            f"{path} lacks weights or a vocabulary, and the library would invent them: {shown}. "
             "Load the files as they were saved together, in a format that the installed transformers reads"
         )
 

@@ -162,7 +162,7 @@ class DatasetRows:
         if column == "label" and not known and self.label_type != "embeddings" and all(map(float.is_integer, scores)):
             if not set(scores) <= {0.0, 1.0}:
                 raise ValueError(f"{self.name}: integers in `label` may be classes: keep matches, or map it to `score`")
-            self.report.notes.append("label 1 is taken for texts that match; as a class it may mean the opposite")
+            self.report.notes.append("label 1 is read as a match; if it is a class, it may mean the opposite")
         if self.label_type == "pairs" and self.settings.min_score is None and not set(scores) <= {0.0, 1.0}:
             raise ValueError(
                 f"{self.name} has graded scores, but {self.task.loss} takes 0 and 1: set the loss CoSENTLoss, or "

@@ -273,7 +273,7 @@ def _dense_model(recipe: Recipe, source: Checkpoint, folder: Path, names: MoTECo
     require_all_weights(model, str(native))
     model.prompts = {**st.prompts_of(names)}
     if model.default_prompt_name not in (None, *model.prompts):  # Sentence-Transformers would refuse to load the result
-        logger.warning("The default prompt %r is not of a task, and no longer the default", model.default_prompt_name)
+        logger.warning("The default prompt %r belongs to no task, and is dropped as default", model.default_prompt_name)
         model.default_prompt_name = None
     if settings.pooling is not None:
         modes = {ours: theirs for theirs, ours in st.POOLING_NAMES.items()}

@@ -60,7 +60,7 @@ def complete(recipe: Recipe, source: Checkpoint) -> Recipe:
             settings["positive"] = "document"
         tasks[name] = tasks[name].updated(**{**settings, **tasks[name].model_dump(exclude_unset=True)})
         rows += count
-        serves = f"serves {', '.join(roles)}" if free else f"as others serve {', '.join(roles)}, reached by its name"
+        serves = f"serves {', '.join(roles)}" if free else f"by name only, as others serve {', '.join(roles)}"
         logger.info("%s: %s %s; %s", name, f"{count:,}", ROW_TYPES[columns.row_type], serves)
     chosen = settings_for(rows, recipe.training.only_experts is not None)
     training = {**chosen, **recipe.training.model_dump(exclude_unset=True)}
@@ -74,5 +74,5 @@ def _read(recipe: Recipe, name: str) -> list[Examples]:
     data = {one.name: read_examples(one, recipe.data.max_invalid_fraction) for one in places}
     if len({one.columns.row_type for one in data.values()}) > 1:
         types = "; ".join(f"{dataset}: {ROW_TYPES[one.columns.row_type]}" for dataset, one in data.items())
-        raise ValueError(f"tasks.{name} mixes {types}: make them tasks of their own")
+        raise ValueError(f"tasks.{name} mixes {types}: make them separate tasks")
     return [*data.values()]

@@ -119,7 +119,7 @@ class PretrainingSettings(TrainerSettings):
 
     RESERVED: ClassVar[dict[str, str]] = {
         **TrainerSettings.RESERVED,
-        "dataloader_persistent_workers": "workers draw new masks only if they start anew in each epoch",
+        "dataloader_persistent_workers": "workers draw new masks only if they restart in each epoch",
     }
 
     batch_size: int = Field(default=256, ge=2)

@@ -1,4 +1,4 @@
-"""The run of a recipe, which training and pre-training share: begun or resumed, trained to the end, written."""
+"""The run of a recipe, which training and pre-training share: started or resumed, trained to the end, written."""
 
 import contextlib
 import logging
@@ -180,7 +180,7 @@ class Run(ABC):
         steps = training.max_steps if training.max_steps > 0 else math.ceil(per_epoch * training.num_train_epochs)
         if steps < FEW_STEPS or steps * training.learning_rate < LITTLE:
             logger.warning(
-                "%d steps at a learning rate of %g teach next to nothing: set a smaller training.batch_size (now %d), "
+                "%d steps at a learning rate of %g hardly train the model: set a smaller training.batch_size (now %d), "
                 "more training.num_train_epochs, or a higher training.learning_rate",
                 *(steps, training.learning_rate, training.batch_size),
             )
@@ -234,4 +234,4 @@ class Run(ABC):
         if scores:
             logger.info("%s", table(["held out", "before", "after"], scores))
             if all(abs(value - before.get(name, math.inf)) < 0.05 for name, value in after.items()):
-                logger.warning("Nothing that is measured on held-out texts has changed: more steps, or a higher rate?")
+                logger.warning("No validation score has changed: try more steps or a higher learning rate")

@@ -81,7 +81,7 @@ class RunFolder:
         return checkpoint
 
     def require_same(self, **identity: dict[str, Any]) -> None:
-        """Raise `ValueError` if a part of the run's identity differs from what it was begun with."""
+        """Raise `ValueError` if a part of the run's identity differs from what it was started with."""
         kept = read_json(self.path / RUN_FILE)
         for part, ours in identity.items():
             theirs = kept[part]

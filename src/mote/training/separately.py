@@ -110,7 +110,7 @@ class SeparateRuns:
 
 
 def _done(name: str) -> str:
-    return f"{name}: trained already, from the same data with the same settings"
+    return f"{name}: already trained on the same data with the same settings"
 
 
 def _put(model: MoTEModel, expert: ExpertArtefact) -> None:
