@@ -68,9 +68,9 @@ def test_from_files_to_a_model(tiny: Path, files: Path, tmp_path: Path, capsys: 
     assert main(["train", "my-tasks", *words(tiny, files, tmp_path / "run", *tasks)]) == 0
     out, err = capsys.readouterr()
     for line in (
-        "tickets: 36 labelled texts (text, label); serves classification",
-        "faq: 24 pairs (anchor, positive); serves query, document",
-        "alike: 60 scored pairs (sentence1, sentence2, score); serves sts, pair_classification",
+        "tickets: 36 labelled texts (text, label); for classification",
+        "faq: 24 pairs (anchor, positive); for query, document",
+        "alike: 60 scored pairs (sentence1, sentence2, score); for sts, pair_classification",
     ):
         assert line in out
     assert "2 steps at a learning rate of 0.001 hardly train the model" in err

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 HUB = "hub:"
 TABLE_ENDINGS = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
 ENDINGS = (".jsonl", ".jsonl.gz", ".json.gz", ".parquet", *TABLE_ENDINGS)
+csv.field_size_limit(2**31 - 1)
 TEXT_ENDINGS = (".txt", ".txt.gz")
 PARQUET_BATCH = 4096  # rows in memory at once, besides those of the parquet file's reader
 
@@ -92,6 +93,8 @@ def _read_table(file: Path, stream: BinaryIO) -> Iterator[Row]:
         delimiter = "\t" if ".tsv" in file.suffixes else max(",;\t", key=header.count)
         text.seek(0)
         rows = csv.DictReader(text, delimiter=delimiter, strict=True)
+        if len({*(rows.fieldnames or ())}) < len(rows.fieldnames or ()):
+            raise ValueError(f"two columns have the same name: {', '.join(rows.fieldnames or ())}")
         for row in rows:
             where, wrong = f"{file}:{rows.line_num}", None in row or None in row.values()
             yield Row(where, {}, "it has more or fewer fields than the header") if wrong else Row(where, row)

@@ -5,6 +5,7 @@ docs/evaluation.md describes the folder. Nothing here depends on mteb.
 
 import csv
 import json
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,10 +15,12 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, FiniteFloat, TypeAdapter
 
-from mote.data.columns import LABEL, NUMBER, STRING, Example, check_value, read_examples
+from mote.data.columns import LABEL, NUMBER, STRING, Example, RowType, check_value, read_examples
 from mote.data.rows import ENDINGS, Location, Row, read_files, split_files
 from mote.data.settings import DatasetSource
 from mote.remote.configuration_mote import alternatives
+
+logger = logging.getLogger(__name__)
 
 Rows = list[dict[str, Any]]
 Qrels = dict[str, dict[str, int]]  # query → document → grade
@@ -39,6 +42,7 @@ SPLITS: dict[str, dict[str, Kinds]] = {
     "summarization": {"test": {"text": STRING, "machine_summaries": STRINGS}},
 }
 QRELS = "qrels/test.tsv"
+TESTED: tuple[RowType, ...] = ("pairs", "scored", "labelled")  # rows of `NAME.test.csv`
 # Human scores of summaries; the first column that a dataset has is used. MTEB takes SummEval's `relevance`.
 SUMMARY_SCORES = ("relevance", "informativeness", "litepyramid_recall", "consistency", "coherence", "fluency")
 
@@ -150,7 +154,7 @@ def find_evaluation_datasets(folder: Path, limit: int | None = None) -> list[Eva
         if place.is_dir() and (task == "beir" or any(place.glob("test*")))
     ]
     flat = [place for place in sorted(folder.glob("*.test.*")) if place.name.endswith(ENDINGS)]
-    found += [_flat_dataset(place, folder, limit) for place in flat]
+    found += filter(None, (_flat_dataset(place, folder, limit) for place in flat))
     if not found:
         raise FileNotFoundError(
             f"{folder} holds no datasets with a test split: expected NAME.test.csv beside NAME.csv, or "
@@ -160,17 +164,21 @@ def find_evaluation_datasets(folder: Path, limit: int | None = None) -> list[Eva
     return sorted(found, key=lambda one: list(SPLITS).index(one.task))
 
 
-def _flat_dataset(test: Path, folder: Path, limit: int | None) -> EvaluationDataset:
+def _flat_dataset(test: Path, folder: Path, limit: int | None) -> EvaluationDataset | None:
     """Describe a test file, whose columns say what it tests; rows to compare with are in the file beside it."""
-    name, _, ending = test.name.partition(".test.")
-    beside = {"train": test.with_name(f"{name}.{ending}")}
-    splits = {split: file for split, file in ({"test": test} | beside).items() if file.exists()}
-    dataset = EvaluationDataset("", name, folder, limit, splits)
-    rows = read_examples(Location(name, DatasetSource(path=test.name), (test,)))
+    name = test.name.partition(".test.")[0]
+    beside = [file for file in (test.with_name(name + ending) for ending in ENDINGS) if file.exists()]
+    dataset = EvaluationDataset("", name, folder, limit, {"test": test, **({"train": beside[0]} if beside else {})})
+    try:
+        rows = read_examples(Location(name, DatasetSource(path=test.name), (test,)), expected=TESTED)
+    except ValueError as error:
+        logger.warning("%s is skipped: %s", test, error)
+        return None
+    if rows.columns.row_type == "pairs":
+        return replace(dataset, task="beir")
     graded = {one.label for one in rows.rows} - {0.0, 1.0}
     similarity = "sts" if graded else "pair"
-    tasks = {"search": "beir", "labels": "classification", "similarity": similarity}
-    return replace(dataset, task=tasks[rows.columns.teaches])
+    return replace(dataset, task="classification" if rows.columns.row_type == "labelled" else similarity)
 
 
 def sample(rows: Rows, limit: int | None, label: str = "") -> Rows:

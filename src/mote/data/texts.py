@@ -29,7 +29,7 @@ class Texts:
 
 def count_longer(texts: Iterable[str], tokenizer: Any, longest: int) -> int:
     """Count the texts that have more tokens than the model reads, the special ones included."""
-    candidates = [text for text in texts if len(text) > longest - 2]  # a token has a letter, or is special
+    candidates = [text for text in texts if len(text.encode()) > longest - 2]  # a token has a byte, or is special
     found = tokenizer(candidates, return_length=True, verbose=False)["length"] if candidates else []
     return sum(length > longest for length in found)
 

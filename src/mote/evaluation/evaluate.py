@@ -28,6 +28,7 @@ from mote.evaluation.scores import Evaluation
 from mote.evaluation.tasks import choose_tasks, matching
 from mote.hub import commit_of
 from mote.inference.loading import first_line
+from mote.remote.configuration_mote import require_known
 from mote.reporting import label_models, quieted
 
 LIBRARIES = ("mteb", "sentence_transformers", "transformers", "datasets")  # one line for each dataset is enough
@@ -66,6 +67,11 @@ def evaluate(
         warnings.simplefilter("ignore")
         tasks = choose_tasks(options.benchmark, options.data, options.tasks, options.limit)
         instructions = _instructions(options, [task.metadata.name for task in tasks])
+        known = {
+            one for task in tasks for one in (task.metadata.name, task.metadata.dataset["path"].rpartition("/")[2])
+        }
+        for name in options.experts:
+            require_known(name, sorted(known), "dataset")
         found = [EvaluatedModel(label, path, commit_of(path), options) for label, path in label_models(models).items()]
         evaluation = Evaluation(
             scores={model.label: {} for model in found},

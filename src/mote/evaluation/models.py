@@ -35,10 +35,11 @@ class _Evaluated:
         config: Any = getattr(wrapper.model[0], "config", None)
         if getattr(config, "routes_by_task", False):
             task = task_of(config, task_metadata, getattr(prompt_type, "value", None), self.chosen)
-            if task is not None and task not in ROLE_HINTS:  # mteb passes roles on itself
+            if task is not None and not (prompt_type and task in ROLE_HINTS):  # mteb passes roles on itself
+                name, prompts = task_metadata.name, wrapper.model_prompts or {}
+                given = f"{name}-{prompt_type.value}" if prompt_type else name  # by `--definition`
+                wrapper.model_prompts = {**prompts, name: prompts.get(given, wrapper.model.prompts.get(task, ""))}
                 kwargs["task"], prompt_type = task, None
-                own = {task_metadata.name: wrapper.model.prompts.get(task, "")}
-                wrapper.model_prompts = {**own, **(wrapper.model_prompts or {})}
         embeddings = super().encode(  # type: ignore[misc]
             *args, task_metadata=task_metadata, prompt_type=prompt_type, **kwargs
         )
@@ -64,7 +65,9 @@ def own_task(config: MoTEConfig, metadata: Any, chosen: Mapping[str, str]) -> st
 def task_of(config: MoTEConfig, metadata: Any, role: str | None, chosen: Mapping[str, str]) -> str | None:
     """Return the task of a MoTE that embeds the texts of a dataset, or those of a role; None: its default task."""
     own = own_task(config, metadata, chosen)
-    if own and not (role and config.tasks[own] == config.tasks.get("query")):  # its documents may go elsewhere
+    # Documents of a task for queries alone are those of the source.
+    of_source = role == "document" and config.tasks.get("document") == "general" and not chosen
+    if own and not of_source and not (role and config.tasks[own] == config.tasks.get("query")):
         return own
     task = role or MTEB_PROMPTS.get(metadata.type)
     return task if task in config.tasks else None

@@ -119,6 +119,7 @@ def load_data(
         if (
             longest
             and tokenizer
+            and dataset.rows
             and (count := count_longer(chain.from_iterable(_text_columns(dataset.rows).values()), tokenizer, longest))
         ):
             dataset.report.notes.append(f"{count:,} texts are longer than the {longest:,} tokens that the model reads")

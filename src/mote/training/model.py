@@ -302,7 +302,7 @@ def _mote(recipe: Recipe, source: Checkpoint, scratch: Path, names: MoTEConfig) 
     if shared:
         share_weights(network_of(model))
     config = network_of(model).config
-    for name in set(names.experts) - {*config.experts}:  # to train, on a source that is a MoTE
+    for name in [name for name in names.experts if name not in config.experts]:  # to train, on a source that is a MoTE
         tasks = [task for task, own in names.tasks.items() if own == name and task != name]
         add(network_of(model), name, config.expert_of(config.default_task or config.experts[0]), tasks=tasks)
     set_router_loss(config, settings)

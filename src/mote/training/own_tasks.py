@@ -8,7 +8,7 @@ from mote.checkpoints.reading import Checkpoint, is_mote
 from mote.data.columns import ROW_TYPES, Examples, read_examples
 from mote.data.rows import find_datasets
 from mote.experts.editing import GENERAL
-from mote.remote.configuration_mote import UNSEEN_TASKS
+from mote.remote.configuration_mote import PAPER_INSTRUCTIONS, UNSEEN_TASKS
 from mote.training.recipe import Recipe
 
 # What data teach → roles of search, or MTEB's types of tasks, that their expert can serve.
@@ -41,9 +41,14 @@ def complete(recipe: Recipe, source: Checkpoint) -> Recipe:
     """
     config: Any = source.config if is_mote(source.config) else None
     own = [name for name, task in recipe.tasks.items() if not task.anchor]
-    experts = config.experts if config else recipe.model.experts or own
+    paper = [] if len(own) == len(recipe.tasks) else [*PAPER_INSTRUCTIONS]
+    experts = config.experts if config else recipe.model.experts or [*paper, *own]
     served = dict.fromkeys((*UNSEEN_TASKS, "classification"), GENERAL) if GENERAL in experts else {}
-    served |= {**(config.tasks if config else {}), **recipe.model.tasks}
+    served |= {
+        **(config.tasks if config else {}),
+        **{name: name for name in own if name in served},
+        **recipe.model.tasks,
+    }
     tasks, rows = {**recipe.tasks}, 0
     for name in own:
         data = _read(recipe, name)
@@ -60,7 +65,7 @@ def complete(recipe: Recipe, source: Checkpoint) -> Recipe:
             settings["positive"] = "document"
         tasks[name] = tasks[name].updated(**{**settings, **tasks[name].model_dump(exclude_unset=True)})
         rows += count
-        serves = f"serves {', '.join(roles)}" if free else f"by name only, as others serve {', '.join(roles)}"
+        serves = f"for {', '.join(roles)}" if free else f"by name only, as others serve {', '.join(roles)}"
         logger.info("%s: %s %s; %s", name, f"{count:,}", ROW_TYPES[columns.row_type], serves)
     chosen = settings_for(rows, recipe.training.only_experts is not None)
     training = {**chosen, **recipe.training.model_dump(exclude_unset=True)}

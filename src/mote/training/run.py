@@ -178,7 +178,8 @@ class Run(ABC):
         """Read the data, and describe them and the steps."""
         training, per_epoch = self.recipe.training, self._load_data()
         steps = training.max_steps if training.max_steps > 0 else math.ceil(per_epoch * training.num_train_epochs)
-        if steps < FEW_STEPS or steps * training.learning_rate < LITTLE:
+        only_experts = getattr(training, "only_experts", None)
+        if steps < FEW_STEPS or (only_experts and steps * training.learning_rate < LITTLE):
             logger.warning(
                 "%d steps at a learning rate of %g hardly train the model: set a smaller training.batch_size (now %d), "
                 "more training.num_train_epochs, or a higher training.learning_rate",
@@ -233,5 +234,5 @@ class Run(ABC):
         logger.info("%d steps in %.0f s", tracker.step, tracker.seconds)
         if scores:
             logger.info("%s", table(["held out", "before", "after"], scores))
-            if all(abs(value - before.get(name, math.inf)) < 0.05 for name, value in after.items()):
+            if all(abs(value - before.get(name, math.inf)) < 0.05 and value < 99 for name, value in after.items()):
                 logger.warning("No validation score has changed: try more steps or a higher learning rate")

@@ -56,12 +56,7 @@ class RunFolder:
 
         A run may write into the folder of a run, or one without visible files.
         """
-        source = Path(recipe.model.source)
-        if source.exists() and source.resolve().is_relative_to(self.path.resolve()):
-            raise ValueError(
-                f"The source {source} is inside {self.path}, the folder of this run, which would replace it: choose "
-                "another `output`"
-            )
+        self.refuse_source(recipe)
         if self.path.exists() and not (self.path / RUN_FILE).exists():
             for path in sorted(self.path.iterdir()):
                 # The trainer makes its folder of checkpoints before the run begins.
@@ -79,6 +74,15 @@ class RunFolder:
                 "start over with `--overwrite`"
             )
         return checkpoint
+
+    def refuse_source(self, recipe: RunSettings) -> None:
+        """Refuse a source in the folder, which the run would replace."""
+        source = Path(recipe.model.source)
+        if source.exists() and source.resolve().is_relative_to(self.path.resolve()):
+            raise ValueError(
+                f"The source {source} is inside {self.path}, the folder of this run, which would replace it: choose "
+                "another `output`"
+            )
 
     def require_same(self, **identity: dict[str, Any]) -> None:
         """Raise `ValueError` if a part of the run's identity differs from what it was started with."""

@@ -1,7 +1,7 @@
 """Experts trained each by itself, beside `general`, the source: a run for each task, and the MoTE of them all.
 
 Everything that experts share is frozen. So a task's expert depends on its own data, the source and the settings alone:
-it is the same file, byte for byte, whichever other tasks are trained, and wherever.
+it is the same file, byte for byte, whichever other tasks are trained, and on whichever machine of one kind.
 """
 
 import logging
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml  # type: ignore[import-untyped]
 
 from mote.checkpoints.models import load_mote, load_tokenizer
 from mote.checkpoints.options import WriteOptions
@@ -23,9 +24,10 @@ from mote.experts.artefact import ExpertArtefact, open_expert
 from mote.experts.editing import GENERAL, add, weights
 from mote.files import lock, read_json
 from mote.remote.modeling_mote import MoTEModel
+from mote.training.own_tasks import ROLES
 from mote.training.processes import processes
 from mote.training.progress import draw_curves
-from mote.training.recipe import Recipe
+from mote.training.recipe import ModelSettings, Recipe
 from mote.training.run_folder import CURVES_FILE, LOCK_FILE, RECIPE_FILE, STATE_FILE, RunFolder, as_yaml
 from mote.training.train import TrainingRun
 
@@ -36,19 +38,39 @@ class SeparateRuns:
     """The runs of a recipe, one for each task, in `tasks/NAME` of its folder."""
 
     def __init__(self, recipe: Recipe, *, overwrite: bool = False) -> None:
-        self.recipe, self.folder = recipe, RunFolder(Path(recipe.output))
+        self.recipe, self.folder, self.overwrite = recipe, RunFolder(Path(recipe.output)), overwrite
+        self.folder.refuse_source(recipe)
+        self._refuse_loss()
+        if GENERAL in recipe.tasks:
+            raise ValueError(
+                f"{GENERAL!r} is the source itself, which is not trained: choose another name for the task"
+            )
         source = open_checkpoint(recipe.model.source, recipe.model.revision)
+        self.dtype = getattr(source.config, "dtype", None)
         self.runs: dict[str, TrainingRun] = {}
         for name, task in recipe.tasks.items():
-            experts = {} if is_mote(source.config) else {"experts": [GENERAL, name]}
             own = recipe.updated(
                 output=str(self.folder.path / "tasks" / name),
-                model=recipe.model.updated(**experts),
+                model=recipe.model.updated(**({} if is_mote(source.config) else _settings_of(recipe.model, name))),
                 tasks={name: task},
                 training=recipe.training.updated(only_experts=[name]),
                 together=True,
             )
             self.runs[name] = TrainingRun(own, overwrite=overwrite)
+
+    def _refuse_loss(self) -> None:
+        """Refuse to replace a model that has more than this recipe would make."""
+        kept = self.folder.model / RECIPE_FILE
+        if self.overwrite or not kept.is_file():
+            return
+        earlier = yaml.safe_load(kept.read_text(encoding="utf-8"))
+        lost = [name for name in earlier["tasks"] if name not in self.recipe.tasks]
+        if lost or earlier.get("together", True) or earlier["model"]["source"] != self.recipe.model.source:
+            raise FileExistsError(
+                f"{self.folder.model} was made from {earlier['model']['source']} for the tasks "
+                f"{', '.join(earlier['tasks'])}: name them again with the new ones, choose another `output`, or start "
+                "over with `--overwrite`"
+            )
 
     def plan(self, verbose: bool = True) -> str:
         """Describe the runs, as `Run.plan` does. Writes nothing."""
@@ -77,10 +99,12 @@ class SeparateRuns:
         names = [*self.runs]
         folders = {name: run.folder.model for name, run in self.runs.items()}
         source = open_mote(str(folders[names[0]]))
-        model = load_mote(source)
+        model = load_mote(source, with_head=True)
         others = [open_expert(folders[name], name) for name in names[1:]]
         for expert in others:
             _put(model, expert)
+        if self.dtype is not None:  # trained in float32; what was not trained is again the source's, to the last bit
+            model.to(getattr(torch, str(self.dtype).removeprefix("torch.")))
         steps = [read_steps(folders[name])[-1] for name in names]
         log = [read_json(run.folder.path / STATE_FILE)["log_history"] for run in self.runs.values()]
 
@@ -107,6 +131,17 @@ class SeparateRuns:
             training={"recipe": self.runs[names[0]].recipe, "run": record, "scores": scores},
         )
         repository.write(self.folder.model, WriteOptions(overwrite=True), self.folder.path.name)
+
+
+def _settings_of(model: ModelSettings, name: str) -> dict[str, Any]:
+    """Return the settings of the model of one task, made from a dense source; the expert's prompts are its roles'."""
+    known = {name, GENERAL, *(role for roles in ROLES.values() for role in roles)}
+    texts = {task: text for task, text in model.instruction_texts.items() if task in known}
+    return {
+        "experts": [GENERAL, name],
+        "tasks": {task: expert for task, expert in model.tasks.items() if expert in (name, GENERAL)},
+        "instructions": model.instructions and {GENERAL: "", name: "", **texts},
+    }
 
 
 def _done(name: str) -> str:
