@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.checkpoints import read_json, trusted
+import torch
+from helpers.checkpoints import e5_checkpoint, read_json, trusted
 from sentence_transformers import SentenceTransformer
+from transformers import AutoModel
 
 import mote
 from mote.cli import main
@@ -190,3 +192,35 @@ def test_tables(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"rows\.csv cannot be read"):
             list(read_files([path]))
     shutil.copy(path, tmp_path / "rows.unknown")
+
+
+@pytest.mark.parametrize("order", [("tickets=tickets.csv", "faq=faq.csv"), ("faq=faq.csv", "tickets=tickets.csv")])
+def test_a_source_with_prompts_keeps_them(order: tuple[str, ...], files: Path, tmp_path: Path) -> None:
+    dense = e5_checkpoint(tmp_path / "e5-small")
+    model = trusted(train("my-tasks", words(dense, files, tmp_path / "run", *order)))
+    source = SentenceTransformer(str(dense))
+    assert np.array_equal(model.encode(TEXTS), source.encode(TEXTS))
+    queries = [model.prompts["query"] + text for text in TEXTS]
+    assert np.array_equal(model.encode_query(TEXTS), model.encode(queries, task="faq"))
+    assert np.array_equal(model.encode(TEXTS, prompt_name="tickets"), model.encode(TEXTS, task="tickets"))
+
+
+def test_a_source_in_half_precision_stays_as_it_is(tiny: Path, files: Path, tmp_path: Path) -> None:
+    half = tmp_path / "half"
+    shutil.copytree(tiny, half)
+    AutoModel.from_pretrained(tiny, dtype=torch.bfloat16).save_pretrained(half)
+    model = trusted(train("my-tasks", words(half, files, tmp_path / "run", "faq=faq.csv")))
+    assert np.array_equal(model.encode(TEXTS), SentenceTransformer(str(half)).encode(TEXTS))
+
+
+def test_what_would_be_lost_is_refused(tiny: Path, files: Path, tmp_path: Path) -> None:
+    model = train("my-tasks", words(tiny, files, tmp_path / "run", "faq=faq.csv"))
+    for source, task, error, message in (
+        (tiny, "tickets=tickets.csv", FileExistsError, "for the tasks faq: name them again"),
+        (files, "faq=faq.csv", FileExistsError, "was made from"),
+        (model, "tickets=tickets.csv", ValueError, "is inside"),
+        (tiny, "general=tickets.csv", ValueError, "'general' is the source itself"),
+    ):
+        out = tmp_path / ("other" if "general" in task else "run")
+        with pytest.raises(error, match=message):
+            open_run("my-tasks", words(source, files, out, task))
