@@ -81,8 +81,9 @@ class SeparateRuns:
         state = processes()
         with lock(self.folder.path / LOCK_FILE) if state.is_main_process else nullcontext():
             left = {name: run for name, run in self.runs.items() if not run.is_done()}
-            for name in self.runs.keys() - left.keys():
-                logger.info("%s", _done(name))
+            for name in self.runs:
+                if name not in left:
+                    logger.info("%s", _done(name))
             if self.recipe.engine == "ray":
                 _train_on_ray([*left.values()])
             else:
