@@ -59,7 +59,12 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=TIER.get(name, [pytest.mark.long])) for name in shipped_recipes()]
+    "name",
+    [
+        pytest.param(name, marks=TIER.get(name, [pytest.mark.long]))
+        for name in shipped_recipes()
+        if name != "my-tasks"  # test_own_tasks.py
+    ],
 )
 def test_each_shipped_recipe(name: str, tiny: Path, data: Path, tmp_path: Path) -> None:
     more = ("retrieval.sparse_from=embeddings",) if load_recipe(name).retrieval.kind != "dense" else ()

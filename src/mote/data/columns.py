@@ -154,7 +154,8 @@ def check_row(row: dict[str, Any], columns: Columns) -> Example:
     if columns.row_type == "labelled":
         return Example(anchor, label=str(check_value(row, names["label"], LABEL)).strip())
     if columns.row_type == "scored":
-        score = float(check_value(row, names["label"], NUMBER))
+        as_text = isinstance(row.get(names["label"]), str)  # as in CSV
+        score = float(check_value(row, names["label"], NUMBER, strict=not as_text))
         return Example(anchor, (check_value(row, names["positive"], TEXT),), label=score)
     # A row may have fewer negatives than others.
     negatives = [_texts(row, name) for name in columns.names.get("negative", ()) if row.get(name) not in (None, [])]
@@ -168,12 +169,11 @@ def _texts(row: dict[str, Any], column: str) -> tuple[str, ...]:
     return tuple(check_value(row, column, TEXT_LIST))
 
 
-def check_value(row: dict[str, Any], column: str, kind: TypeAdapter[Any]) -> Any:
+def check_value(row: dict[str, Any], column: str, kind: TypeAdapter[Any], strict: bool = True) -> Any:
     """Return a value of a row, which must be of a kind."""
     value = row.get(column)
     try:
-        # In CSV, numbers are strings.
-        kind.validate_python(value, strict=not (kind is NUMBER and isinstance(value, str)))
+        kind.validate_python(value, strict=strict)
     except ValidationError as error:
         without = "" if column in row else f" (there is no such column, only {', '.join(map(repr, row)) or 'none'})"
         raise ValueError(f"{column!r}: {error.errors()[0]['msg']}, got {value!r:.80}{without}") from None

@@ -269,7 +269,7 @@ class Recipe(RunSettings):
         training: `SentenceTransformerTrainingArguments`, and eight settings of ours.
     """
 
-    tasks: dict[str, TaskSettings] = Field(min_length=1)
+    tasks: dict[str, TaskSettings] = {}
     together: bool = True
     queries_only: bool = False
     engine: Literal["local", "ray"] = "local"

@@ -65,6 +65,8 @@ def open_run(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, over
     from mote.training.separately import SeparateRuns
 
     loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
+    if not loaded.tasks:
+        raise ValueError(f"The recipe {loaded.name} has no task: add NAME=FILE, as in tickets=tickets.csv")
     return (TrainingRun if loaded.together else SeparateRuns)(loaded, overwrite=overwrite)
 
 
