@@ -36,6 +36,7 @@ from starlette.routing import Route
 from mote.checkpoints.hashing import folder_hash
 from mote.checkpoints.reading import open_mote
 from mote.inference.loading import load_any_encoder, weight_ids
+from mote.reporting import label_models
 from mote.settings import Settings, alternatives
 
 PATHS = "POST /v1/embeddings, GET /v1/models, GET /health, GET /metrics"
@@ -49,7 +50,7 @@ class ServeOptions(Settings):
     Attributes:
         revision: Branch, tag or commit on the Hub.
         experts: Experts to open. Default: all.
-        name: Name that clients ask for. Default: the last part of MODEL.
+        name: Name that clients ask for. Default: the last part of MODEL, of `RUN/model` RUN.
         api_key: Key that clients must send, as OpenAI's do; safer in the environment, as MOTE_API_KEY. Default: none.
         host: Address to listen on; 0.0.0.0 for other machines, too.
         port: Port; 0 picks a free one.
@@ -331,7 +332,8 @@ def serve(model: str, options: ServeOptions) -> None:
         encoder: Any = load_any_encoder(source.folder, trust_remote_code=True, **settings)
         encoder[0].config.route_by_text &= options.route_by_text
         weights = weight_ids(source.folder) or {"base": source.revision or folder_hash(source.folder), "experts": {}}
-        service = Service(Embedder(encoder), options.name or source.short_name, weights, options)
+        name = next(iter(label_models(model))).rpartition("/")[2]
+        service = Service(Embedder(encoder), options.name or name, weights, options)
         limits: Any = {"timeout_graceful_shutdown": options.grace, "timeout_keep_alive": 60}
         config = uvicorn.Config(service.application(), access_log=False, log_level="warning", **limits)
         logger.info("%s at http://%s:%d/v1/embeddings", service.name, options.host, listener.getsockname()[1])
