@@ -37,7 +37,7 @@ OTHERS = {
     "research": (("research/*.py",), 2700),
     "examples": (("examples/*.py", ":!examples/small-mote"), 1199),  # 2,443 with the copies of remote code in it
 }
-DOCS = 26_500  # words, beside the results
+DOCS = 26_600  # words, beside the results
 RAISES = 12  # in 1,000 lines
 VALIDATION = 0.07  # of the lines of code
 
