@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def settings_for(rows: int, only_experts: bool) -> dict[str, Any]:
-    """Return batch size, epochs and learning rate for a number of rows, from trials (research/lab.md, own tasks)."""
+    """Return batch size, epochs and learning rate for a number of rows; research/lab.md says what they rest on."""
     batch_size, epochs = next(found for most, *found in SETTINGS if rows < most)
     return {
         "batch_size": batch_size,
