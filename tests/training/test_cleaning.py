@@ -71,7 +71,7 @@ def entailment(*classes: int) -> Rows:
 def test_integers_may_be_classes(tmp_path: Path) -> None:
     """Only if nothing says that they are scores."""
     write(tmp_path, "pair/tiny", entailment(0, 1, 0, 1))
-    assert "as a class it may mean the opposite" in load(tmp_path, "pair/tiny", task="p").reports[0].notes[0]
+    assert "if it is a class, it may mean the opposite" in load(tmp_path, "pair/tiny", task="p").reports[0].notes[0]
     write(tmp_path, "pair/tiny", entailment(0, 1, 2))
     columns = {"sentence1": "premise", "sentence2": "hypothesis", "score": "label"}
     graded = load(tmp_path, {"path": "pair/tiny", "columns": columns}, task="p", settings={"loss": "CoSENTLoss"})
