@@ -5,7 +5,7 @@
 The recipe is `scripts/small_mote.yaml`. Rows that share a text with a test split of DATA are left out. An interrupted
 command resumes when it is run again; models whose scores are in `research/scores.jsonl.gz` are not trained again. A
 MoTE is scored as it would be published: 8-bit experts, all other weights in float16. `python -m research.pages` writes
-tables of the scores. (The MoTE in `examples/small-mote` is another one: `scripts/own_tasks.py`.)
+tables of the scores. (The MoTE in `examples/small-mote` is another one: `scripts/make_small_mote.py`.)
 """
 
 import argparse

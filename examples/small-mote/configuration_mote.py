@@ -57,6 +57,7 @@ MTEB_PROMPTS = {
     "Reranking-document": "document",
 }
 
+GENERAL = "general"  # the expert that is the dense source, and handles what no other expert does
 EXPERT_NAME = re.compile(r"[\w-]+")
 
 # Settings of the backbone that readers of `config.json` expect of any text encoder.
@@ -215,7 +216,7 @@ class MoTEConfig(PreTrainedConfig):
                     f"Task {task!r} must go to the expert of its own name ('auto' and 'none' are not names)"
                 )
         if self.default_task == "auto":
-            self.default_task = "general" if "general" in experts else tasks.get("document", experts[0])
+            self.default_task = GENERAL if GENERAL in experts else tasks.get("document", experts[0])
         elif self.default_task == "none":
             self.default_task = None
         if self.default_task is not None:
@@ -371,7 +372,7 @@ class MoTEConfig(PreTrainedConfig):
             cause += f" (did you mean {nearly!r}?)" if nearly else ""
         else:
             cause += ", and what a text begins with does not count (route_by_text=False)"
-        if self.default_task == "general" and not prompt and nearly is None:  # the dense source, used as such
+        if self.default_task == GENERAL and not prompt and nearly is None:  # the dense source, used as such
             return self.default_task
         if self.default_task is None:
             raise ValueError(

@@ -36,8 +36,10 @@ def test_experts_that_are_token_routed(to: str, trained_hierarchical: Path) -> N
     model = mote.load(trained_hierarchical)
     found = offloaded(trained_hierarchical, to)
     tasks = ["clustering", "query", "sts", ["clustering", "sts", "query", "clustering"]]
-    # Not to the last bit: torch's grouped products depend on how weights are aligned in the mapped file.
-    torch.testing.assert_close(outputs(found, tasks), outputs(model, tasks), rtol=0, atol=1e-6)
+    for one in (model, found):  # torch's grouped products depend on how weights are aligned, here as in mapped files
+        for weight in one.parameters():
+            weight.data = weight.data.clone()
+    assert_same(outputs(found, tasks), outputs(model, tasks))
     assert found.offloading.on_device == ["search_query"]  # the last group of a batch
     mote.restore(found)
     found.set_experts_implementation("eager")

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 HUB = "hub:"
 TABLE_ENDINGS = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
 ENDINGS = (".jsonl", ".jsonl.gz", ".json.gz", ".parquet", *TABLE_ENDINGS)
-csv.field_size_limit(2**31 - 1)
 TEXT_ENDINGS = (".txt", ".txt.gz")
 PARQUET_BATCH = 4096  # rows in memory at once, besides those of the parquet file's reader
 
@@ -87,6 +86,7 @@ def _read(file: Path, stream: BinaryIO) -> Iterator[Row]:
 
 def _read_table(file: Path, stream: BinaryIO) -> Iterator[Row]:
     """Read CSV or TSV with a header, which shows whether commas or, as in some countries, semicolons end fields."""
+    csv.field_size_limit(2**31 - 1)  # texts of any length; the default is 128 KB
     content = _unpacked(stream) if file.suffix == ".gz" else stream
     with io.TextIOWrapper(content, "utf-8-sig", newline="") as text:
         header = text.readline()

@@ -16,7 +16,7 @@ from mote.data.texts import count_longer
 from mote.evaluation.metadata import mteb_name
 from mote.evaluation.options import EvaluateOptions
 from mote.inference.loading import load_any_encoder, task_config
-from mote.remote.configuration_mote import MTEB_PROMPTS, ROLE_HINTS, MoTEConfig, require_known
+from mote.remote.configuration_mote import GENERAL, MTEB_PROMPTS, ROLE_HINTS, MoTEConfig, require_known
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def task_of(config: MoTEConfig, metadata: Any, role: str | None, chosen: Mapping
     """Return the task of a MoTE that embeds the texts of a dataset, or those of a role; None: its default task."""
     own = own_task(config, metadata, chosen)
     # Documents of a task for queries alone are those of the source.
-    of_source = role == "document" and config.tasks.get("document") == "general" and not chosen
+    of_source = role == "document" and config.tasks.get("document") == GENERAL and not chosen
     if own and not of_source and not (role and config.tasks[own] == config.tasks.get("query")):
         return own
     task = role or MTEB_PROMPTS.get(metadata.type)

@@ -15,10 +15,9 @@ from mote.checkpoints.transform import Verb
 from mote.experts.artefact import ExpertArtefact
 from mote.experts.blocks import mean_of_experts, require_editable, set_experts, weights_by_expert
 from mote.remote.architectures_mote import architecture_of
-from mote.remote.configuration_mote import MoTEConfig, require_known
+from mote.remote.configuration_mote import GENERAL, MoTEConfig, require_known
 from mote.remote.modeling_mote import MoTEModel
 
-GENERAL = "general"  # an expert that is the dense source, and serves what no other expert does
 MEAN = "mean"  # of all experts, as the start of a new one
 
 

@@ -7,8 +7,7 @@ from typing import Any
 from mote.checkpoints.reading import Checkpoint, is_mote
 from mote.data.columns import ROW_TYPES, Examples, read_examples
 from mote.data.rows import find_datasets
-from mote.experts.editing import GENERAL
-from mote.remote.configuration_mote import PAPER_INSTRUCTIONS, UNSEEN_TASKS
+from mote.remote.configuration_mote import GENERAL, PAPER_INSTRUCTIONS, UNSEEN_TASKS
 from mote.training.recipe import Recipe
 
 # What data teach → roles of search, or MTEB's types of tasks, that their expert can serve.

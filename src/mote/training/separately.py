@@ -21,8 +21,9 @@ from mote.checkpoints.reading import is_mote, open_checkpoint, open_mote
 from mote.checkpoints.writing import Repository
 from mote.cluster import ray_cluster
 from mote.experts.artefact import ExpertArtefact, open_expert
-from mote.experts.editing import GENERAL, add, weights
+from mote.experts.editing import add, weights
 from mote.files import lock, read_json
+from mote.remote.configuration_mote import GENERAL
 from mote.remote.modeling_mote import MoTEModel
 from mote.training.own_tasks import ROLES
 from mote.training.processes import processes

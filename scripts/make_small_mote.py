@@ -1,6 +1,6 @@
 """Make the MoTE in `examples/small-mote`, two experts for tasks of our own, and compare it with its dense twin.
 
-    python -m scripts.own_tasks [--work-dir RUNS]          # at the root of a clone: half an hour on one core
+    python -m scripts.make_small_mote [--work-dir RUNS]          # at the root of a clone: half an hour on one core
 
 The recipe is `examples/small_mote.yaml`, the data are in `examples/data/requests`. The dense twin is one model with the
 same texts, losses, batches, steps and rate. The MoTE is stored in float16, in which its source is, so its expert
@@ -23,7 +23,7 @@ from mote.reporting import console_logging, table
 from mote.training.recipe import load_recipe
 from scripts.train_small_mote import halve
 
-logger = logging.getLogger("mote.own_tasks")  # `console_logging` prints what is logged below `mote`
+logger = logging.getLogger("mote.make_small_mote")  # `console_logging` prints what is logged below `mote`
 RECIPE, OUT = "examples/small_mote.yaml", Path("examples/small-mote")
 DENSE = ("model={source: examples/small-encoder, kind: dense, experts: [general, topic, intent], max_length: 256}",)
 QUICKSTART = runpy.run_path("examples/00_quickstart.py")
@@ -34,8 +34,8 @@ SECTION = """## Scores
 In percent, over the {tests:,} test rows of `examples/data/requests`; one run each. "Accuracy": the label of the nearest
 of the {rows:,} training rows is right; "unseen": only over the {unseen} test rows with a pair of topic and intent that
 no training row has. "Nearest": of the other test rows, without those that share both, the nearest one shares this. The
-dense twin is one model, trained on the same rows in the same batches, steps and rate. `python -m scripts.own_tasks`
-repeats all of this. With another seed (43), "nearest" is 71.3 and 78.0 by the right experts, 64.8 and 28.4 in the twin.
+dense twin is one model, trained on the same rows in the same batches, steps and rate.
+`python -m scripts.make_small_mote` repeats all of this. With another seed (43), "nearest" is 71.3 and 78.0 by the right experts, 64.8 and 28.4 in the twin.
 
 The texts are from CLINC150 (CC BY 3.0) and HWU64 (CC BY 4.0), with labels of our own: see examples/data/README.md. They
 are not in this folder.
