@@ -35,8 +35,7 @@ In percent, over the {tests:,} test rows of `examples/data/requests`; one run ea
 of the {rows:,} training rows is right; "unseen": only over the {unseen} test rows with a pair of topic and intent that
 no training row has. "Nearest": of the other test rows, without those that share both, the nearest one shares this. The
 dense twin is one model, trained on the same rows in the same batches, steps and rate.
-`python -m scripts.make_small_mote` repeats all of this.
-With another seed (43), "nearest" is 71.3 and 78.0 by the right experts, 64.8 and 28.4 in the twin.
+`python -m scripts.make_small_mote` repeats it. Seed 43, "nearest": right experts 71.3 and 78.0, twin 64.8 and 28.4.
 
 The texts are from CLINC150 (CC BY 3.0) and HWU64 (CC BY 4.0), with labels of our own: see examples/data/README.md. They
 are not in this folder.
