@@ -47,6 +47,34 @@ def test_the_decoder_trains_the_encoder_through_the_vector() -> None:
     assert out.loss.item() == pytest.approx(out.encoder_loss.item() + out.decoder_loss.item())
 
 
+def test_the_losses_of_mini_batches_add_up() -> None:
+    """Whatever share of the tokens to predict a mini-batch has."""
+    torch.manual_seed(0)
+    model = Pretraining(masked_lm()).eval()
+    ids = torch.randint(5, 50, (6, 8))
+    labels = ids.masked_fill(torch.rand(6, 8) < torch.linspace(0.2, 1, 6)[:, None], -100)
+    tasks = torch.tensor([0, 1, 0, 1, 0, 1])
+    count = (labels != -100).sum()
+
+    def gradients(*parts: slice) -> tuple[float, torch.Tensor]:
+        model.zero_grad()
+        total = 0.0
+        for part in parts:
+            loss = model(
+                ids[part], torch.ones_like(ids[part]), labels[part], None, tasks[part], num_items_in_batch=count
+            )
+            loss.loss.backward()
+            total += loss.loss.item()
+        return total, torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None])
+
+    loss, gradient = gradients(slice(None))
+    assert loss == pytest.approx(model(ids, torch.ones_like(ids), labels, None, tasks).loss.item())
+    for parts in ((slice(0, 2), slice(2, 6)), (slice(0, 3), slice(3, 6))):
+        in_parts = gradients(*parts)
+        assert in_parts[0] == pytest.approx(loss)
+        assert torch.allclose(in_parts[1], gradient, atol=1e-6)
+
+
 def test_a_batch_without_masked_tokens() -> None:
     """As the last batch of an epoch, of a single short text, may be: its loss is 0, not the mean over nothing."""
     model = Pretraining(masked_lm())

@@ -101,7 +101,14 @@ def test_contextual_auto_encoding(whole: Callable[..., Path]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("recipe", "more", "step"), [("mlm", (), 9), ("cot-mae", COT_MAE, 5)])
+@pytest.mark.parametrize(
+    ("recipe", "more", "step"),
+    [
+        ("mlm", (), 9),
+        ("mlm", ("training.mini_batch_size=4", "tasks.search_document.rows=segmented"), 9),
+        ("cot-mae", COT_MAE, 5),
+    ],
+)
 def test_a_stopped_run_ends_as_if_it_had_not_been(
     recipe: str,
     more: tuple[str, ...],
@@ -231,7 +238,10 @@ def test_a_dry_run(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     [
         ("mlm", ["masking.rate=1.5"], "masking.rate: Input should be less than 1"),
         ("mlm", ["training.learning_rat=1"], "'learning_rat'. Did you mean 'learning_rate'.*TrainingArguments"),
-        ("mlm", ["training.gradient_accumulation_steps=2"], "set training.batch_size"),
+        ("mlm", ["training.gradient_accumulation_steps=2"], "set training.mini_batch_size"),
+        ("mlm", ["training.mini_batch_size=5"], "16 cannot be divided evenly among 1, in mini-batches of 5"),
+        ("mlm", ["model.max_length=null", "tasks.clustering.rows=packed"], "packed needs .* `model.max_length`"),
+        ("cot-mae", ["tasks.search_document.rows=packed"], "packed needs `objective: mlm`"),
         ("mlm", ["training.dataloader_persistent_workers=true"], "cannot be set here: workers draw new masks"),
         ("mlm", ["tasks.search={datasets: [retrieval/arxiv]}"], "Unknown task 'search'"),
         ("mlm", ["tasks.clustering.texts=positives"], "dropped 800: not a pair"),

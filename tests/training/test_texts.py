@@ -15,7 +15,16 @@ from transformers import PreTrainedTokenizerFast
 
 from mote.remote.configuration_mote import MoTEConfig
 from mote.training.pretraining_recipe import MaskingSettings, SpanSettings
-from mote.training.texts import MaskedBatches, Masking, SplitDocument, TextData, TextRows, load_texts, split_into_spans
+from mote.training.texts import (
+    MaskedBatches,
+    Masking,
+    SplitDocument,
+    TextData,
+    TextRows,
+    load_texts,
+    rows_of,
+    split_into_spans,
+)
 
 
 def load(folder: Path, tokenizer: Any, *changes: str, recipe: str = "mlm") -> TextData:
@@ -132,6 +141,54 @@ def assert_masked(ids: Any, labels: Any, plain: Any, rate: float, tokenizer: Any
     assert hidden[~special].float().mean().item() == pytest.approx(rate, abs=0.04)
     assert (ids[hidden] == tokenizer.mask_token_id).float().mean().item() == of_masked
     return hidden
+
+
+@pytest.mark.parametrize(
+    ("packed", "rows"),
+    [
+        (False, ["ab cd efg", "hijk lm nop", "qrs tuv wx", "y", "zz", "abcdefghij", "klmnop q", "r st"]),
+        (True, ["ab cd efg", "hijk lm nop", "qrs tuv wx[SEP]y", "zz", "abcdefghij", "klmnop q[SEP]r", "st"]),
+    ],
+)
+def test_rows_of_ten_tokens(packed: bool, rows: list[str], tokenizer: Any) -> None:
+    texts = ["ab cd efg", "hijk lm nop qrs tuv wx", "y", "zz abcdefghijklmnop q", "r st"]
+    assert [*rows_of(texts, tokenizer, 10, packed)] == rows
+
+
+def test_rows_of_a_recipe(tmp_path: Path, tokenizer: Any) -> None:
+    """Rows leave room for the instruction; the separator is not masked, and held-out texts stay whole."""
+    (tmp_path / "texts.txt").write_text("\n".join(f"{'abc ' * (1 + number % 9)}{number}" for number in range(60)))
+    tasks = "tasks={clustering: {datasets: [texts.txt], rows: packed}}"
+    more = ("model.max_length=16", "model.instructions=true", "validation.share=0.2", "masking.rate=0.9")
+    recipe = pretraining_recipe("mlm", f"data.folder={tmp_path}", tasks, *more)
+    config = MoTEConfig(tasks={"clustering": "clustering"}, experts=["clustering"], instructions={"clustering": "in: "})
+    data = load_texts(recipe, tokenizer)
+    held_out = [*data.held_out["clustering"]]
+    data.fill_rows(recipe, config, tokenizer)
+    assert data.held_out["clustering"] == held_out
+    rows = TextRows(data.texts, recipe, config, tokenizer)
+    lengths = [len(tokenizer(f"in: {text}")["input_ids"]) for text in data.texts["clustering"]]
+    assert max(lengths) <= 16
+    assert sum(lengths) / len(lengths) > 13
+    batch = MaskedBatches(tokenizer, recipe)([rows[number] for number in range(len(rows))])
+    assert (batch["input_ids"] == tokenizer.sep_token_id).sum() > len(rows)
+    assert not (batch["labels"] == tokenizer.sep_token_id).any()
+
+
+@pytest.mark.parametrize(("temperature", "seen"), [(1.0, (150, 10)), (0.0, (80, 80)), (0.5, (127, 33))])
+def test_small_datasets_are_seen_more_often(
+    temperature: float, seen: tuple[int, int], tmp_path: Path, tokenizer: Any
+) -> None:
+    for name, count in {"en": 150, "sw": 10}.items():
+        (tmp_path / f"{name}.txt").write_text("".join(f"{name} {number}\n" for number in range(count)))
+    tasks = f"tasks={{clustering: {{datasets: ['*.txt'], temperature: {temperature}}}}}"
+    texts = load(tmp_path, tokenizer, tasks, "validation.share=0").texts["clustering"]
+    assert tuple(sum(text.startswith(name) for text in texts) for name in ("en", "sw")) == seen
+    assert len({*texts}) >= min(seen)
+    tasks = "tasks={clustering: {datasets: [en.txt, {path: sw.txt, weight: 2.5}]}}"
+    data = load(tmp_path, tokenizer, tasks, "validation.share=0")
+    assert len(data.texts["clustering"]) == 150 + 25
+    assert "sw: each text is seen 2.5 times per epoch" in str(data)
 
 
 @pytest.mark.parametrize("whole_words", [False, True])

@@ -93,6 +93,11 @@ class DatasetReport:
         chosen = random.Random(f"{seed} limit {self.name}").sample(range(len(rows)), limit)
         return [rows[number] for number in sorted(chosen)]
 
+    def repeat(self, rows: int, weight: float, seed: int) -> list[int]:
+        """Return the numbers of rows that are seen `weight` times each: whole copies, then a sample for the rest."""
+        sample = random.Random(f"{seed} weight {self.name}").sample(range(rows), round((weight - int(weight)) * rows))
+        return [*range(rows)] * int(weight) + sorted(sample)
+
     def remarks(self) -> list[str]:
         """List what happened to the rows."""
         dropped = [f"dropped {rows:,}: {reason}" for reason, rows in self.dropped.items()]

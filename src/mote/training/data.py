@@ -217,13 +217,7 @@ def _table(
         ids = [[*map(text_id, texts)] for texts in zip(*columns.values(), groups, strict=True)]
         label = pyarrow.array(ids, pyarrow.list_(pyarrow.int64()))
     table = Dataset(pyarrow.table({**columns, "label": label}))
-    if weight == 1:
-        return table
-    # Whole copies, then a sample for the fraction.
-    whole, count = int(weight), len(rows)
-    rng = random.Random(f"{seed} weight {dataset.name}")
-    sample = rng.sample(range(count), round((weight - whole) * count))
-    return table.select([*range(count)] * whole + sorted(sample))
+    return table if weight == 1 else table.select(dataset.report.repeat(len(rows), weight, seed))
 
 
 def _paired_by_label(dataset: DatasetRows, seed: str) -> list[Example]:

@@ -25,7 +25,10 @@ LAYERS = ("hidden_act", "hidden_dropout_prob", "attention_probs_dropout_prob", "
 
 @dataclass
 class PretrainingOutput(ModelOutput):
-    """The training loss, and the means over the encoder's and the decoder's predicted tokens."""
+    """The training loss, and the means over the encoder's and the decoder's predicted tokens.
+
+    In a mini-batch they are multiplied by its share of the batch's tokens to predict, so that those of a batch add up.
+    """
 
     loss: Tensor | None = None
     encoder_loss: Tensor | None = None
@@ -38,7 +41,7 @@ class Pretraining(nn.Module):
     It is not a `PreTrainedModel`, so that checkpoints use the names of the modules, and include the decoder.
     """
 
-    accepts_loss_kwargs = False  # losses are means over a batch, which a Trainer has to know
+    accepts_loss_kwargs = True  # the trainer passes `num_items_in_batch`
 
     def __init__(self, model: MoTEForMaskedLM, decoder: DecoderSettings | None = None) -> None:
         super().__init__()
@@ -71,15 +74,17 @@ class Pretraining(nn.Module):
         decoder_input_ids: Tensor | None = None,
         decoder_attention_mask: Tensor | None = None,
         decoder_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | None = None,
     ) -> PretrainingOutput:
         """Compute the losses of a batch of masked texts [B, L] and contexts [B, C]; tasks are [B].
 
         Labels are the tokens to predict, -100 elsewhere. The decoder reads the vector in place of a context's first
-        token.
+        token. `num_items_in_batch` is the number of labels in a batch of which this is a mini-batch.
         """
+        share = 1.0 if num_items_in_batch is None else (labels != IGNORED).sum() / num_items_in_batch.clamp(min=1)
         # Encoded without the head, which then gets only the tokens to predict: at a small width it costs the most.
         encoded: Any = self.model.embed(input_ids, attention_mask, token_type_ids, task_ids=task_ids)
-        encoder_loss = self._loss(encoded.last_hidden_state, labels)
+        encoder_loss = share * self._loss(encoded.last_hidden_state, labels)
         if self.decoder is None or decoder_input_ids is None or decoder_labels is None:
             return PretrainingOutput(loss=encoder_loss)
         settings: Any = self.settings
@@ -88,7 +93,7 @@ class Pretraining(nn.Module):
         decoded = self.decoder(context, decoder_attention_mask)
         if settings.kind == "autoregressive":  # each position predicts the next token
             decoded, decoder_labels = decoded[:, :-1], decoder_labels[:, 1:]
-        decoder_loss = self._loss(decoded, decoder_labels)
+        decoder_loss = share * self._loss(decoded, decoder_labels)
         loss = encoder_loss + settings.weight * decoder_loss
         return PretrainingOutput(loss=loss, encoder_loss=encoder_loss, decoder_loss=decoder_loss)
 

@@ -46,6 +46,7 @@ class PretrainingRun(Run):
 
     recipe: PretrainingRecipe
     data: TextData
+    mini_batches: list[dict[str, Any]]  # of the batch that is not complete yet: losses and rows
 
     def _check(self) -> None:
         if with_deepspeed() or with_fsdp():
@@ -63,14 +64,19 @@ class PretrainingRun(Run):
 
     def _load_data(self) -> int:
         self.data = load_texts(self.recipe, self.tokenizer)
-        own: dict[str, Any] = {"label_names": ["labels"], "remove_unused_columns": False}
-        self.arguments = build_arguments(TrainingArguments, self.recipe.training, self.folder, **own)
-        return math.ceil(sum(map(len, self.data.texts.values())) / self.recipe.training.batch_size)
+        self.data.fill_rows(self.recipe, self.names, self.tokenizer)
+        training, own = self.recipe.training, {"label_names": ["labels"], "remove_unused_columns": False}
+        if training.mini_batch_size is not None:
+            steps = training.batch_size // (training.mini_batch_size * processes().num_processes)
+            own |= {"per_device_train_batch_size": training.mini_batch_size, "gradient_accumulation_steps": steps}
+        self.arguments = build_arguments(TrainingArguments, training, self.folder, **own)
+        return math.ceil(sum(map(len, self.data.texts.values())) / training.batch_size)
 
     def _build_trainer(self) -> Trainer:
         recipe, tokenizer = self.recipe, self.tokenizer
         own_length = max_seq_length(self.model, self.source) or tokenizer.model_max_length
         tokenizer.model_max_length = recipe.model.max_length or own_length
+        self.mini_batches = []
         self.trained.register_forward_hook(self._observe, with_kwargs=True)
         rows = TextRows(self.data.texts, recipe, self.names, tokenizer)
         held_out = {
@@ -88,9 +94,14 @@ class PretrainingRun(Run):
         )
 
     def _observe(self, model: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        """Record a batch of training, as a forward hook of the model."""
+        """Record a batch of training after its last mini-batch, as a forward hook of the model."""
         if model.training:
-            self.tracker.record(self.recipe.objective, self.recipe.objective, dict(out), len(kwargs["input_ids"]))
+            self.mini_batches.append({**out, "rows": len(kwargs["input_ids"])})
+            if self.trainer.accelerator.sync_gradients:
+                sums = {name: sum(one[name] for one in self.mini_batches) for name in self.mini_batches[0]}
+                self.mini_batches, rows = [], sums.pop("rows")
+                losses = {name: loss * processes().num_processes for name, loss in sums.items()}
+                self.tracker.record(self.recipe.objective, self.recipe.objective, losses, rows)
 
     def scores(self) -> dict[str, float]:
         """Return the loss on the held-out texts of each task."""

@@ -37,9 +37,11 @@ class TextDatasetSettings(DatasetSource):
 
     Attributes:
         limit: Maximum number of texts, a seeded sample.
+        weight: How often each text is seen per epoch: 2 is twice, 0.5 a seeded half of the texts.
     """
 
     limit: int | None = Field(default=None, ge=1)
+    weight: float = Field(default=1.0, gt=0, le=1000)
 
 
 class TextTaskSettings(Settings):
@@ -48,6 +50,12 @@ class TextTaskSettings(Settings):
     Attributes:
         datasets: Datasets with its texts.
         texts: Texts to use from each row: `all`, or, for pairs, the `anchors` or the `positives`.
+        temperature: Power of its size by which a dataset is sampled, the number of texts in all being the same: below
+            1, small datasets, such as those of rare languages, are seen more often (Conneau et al. 2020, "Unsupervised
+            Cross-lingual Representation Learning at Scale", Section 3.1: 0.3).
+        rows: How texts become rows of `model.max_length` tokens, for `mlm`: each is one row, without the rest
+            (`truncated`), or as many as it needs (`segmented`); or texts follow one another, after a separator, in
+            rows that are all full (`packed`; they see one another: Liu et al. 2019, "RoBERTa", Section 4.2).
         context: Context to rebuild from a text, for `cot-mae`: the other side of a `pair`, or a span of the same text:
             `nearby`, `random`, `overlap`, or `mixed`, one of the three at random.
         context_task: Task of the contexts. Default: the same as the texts'.
@@ -55,6 +63,8 @@ class TextTaskSettings(Settings):
 
     datasets: list[TextDatasetSettings] = Field(min_length=1)
     texts: Literal["all", "anchors", "positives"] = "all"
+    temperature: float = Field(default=1.0, ge=0, le=1)
+    rows: Literal["truncated", "segmented", "packed"] = "truncated"
     context: Literal["pair", "nearby", "random", "overlap", "mixed"] = "mixed"
     context_task: str | None = None
 
@@ -115,7 +125,7 @@ class DecoderSettings(Settings):
 
 
 class PretrainingSettings(TrainerSettings):
-    """`transformers.TrainingArguments`, by their own names, and `batch_size`."""
+    """`transformers.TrainingArguments`, by their own names, `batch_size` and `mini_batch_size`."""
 
     RESERVED: ClassVar[dict[str, str]] = {
         **TrainerSettings.RESERVED,
@@ -136,7 +146,7 @@ class PretrainingRecipe(RunSettings):
         masking: Which tokens are to be predicted.
         spans: Contexts that are spans, for `cot-mae`.
         decoder: The decoder, for `cot-mae`.
-        training: `transformers.TrainingArguments`, and `batch_size`.
+        training: `transformers.TrainingArguments`, `batch_size` and `mini_batch_size`.
     """
 
     objective: Literal["mlm", "cot-mae"] = "mlm"
@@ -148,3 +158,9 @@ class PretrainingRecipe(RunSettings):
     training: PretrainingSettings = PretrainingSettings()
 
     PLACE: ClassVar[Any] = SHIPPED / "pretraining"
+
+    def conflicts(self) -> Iterator[str]:
+        """Rows are filled with texts up to a length that is set."""
+        for name, task in self.tasks.items():
+            if task.rows != "truncated" and (self.objective != "mlm" or self.model.max_length is None):
+                yield f"tasks.{name}.rows: {task.rows} needs `objective: mlm` and `model.max_length`"

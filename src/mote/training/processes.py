@@ -60,8 +60,9 @@ def build_arguments(kind: type[Arguments], training: TrainerSettings, folder: Ru
     full = with_fsdp() and os.environ.get("FSDP_STATE_DICT_TYPE") == "FULL_STATE_DICT"
     # All but the last would train, with other batches or another precision than the recipe's.
     problems = {
-        f"training.batch_size is over all processes: {training.batch_size} cannot be divided evenly among {count}": (
-            training.batch_size % count
+        f"training.batch_size is over all processes: {training.batch_size} cannot be divided evenly among {count}, in "
+        f"mini-batches of {arguments.per_device_train_batch_size}": (
+            training.batch_size != arguments.train_batch_size * arguments.gradient_accumulation_steps * count
         ),
         f"{arguments.n_gpu} GPUs are visible to one process: start one process per GPU with `accelerate launch -m mote "
         "…`, or choose a GPU with CUDA_VISIBLE_DEVICES": arguments.n_gpu > 1,

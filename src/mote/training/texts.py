@@ -6,7 +6,7 @@ the seed, the epoch and its index, so that a resumed run draws the same spans an
 
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
@@ -20,7 +20,13 @@ from mote.data.columns import Example
 from mote.data.rows import find_datasets
 from mote.remote.configuration_mote import MoTEConfig
 from mote.training.cleaning import DatasetReport, content_hash, require_rows, share_of, table_of, text_id
-from mote.training.pretraining_recipe import MaskingSettings, PretrainingRecipe, SpanSettings, TextTaskSettings
+from mote.training.pretraining_recipe import (
+    MaskingSettings,
+    PretrainingRecipe,
+    SpanSettings,
+    TextDatasetSettings,
+    TextTaskSettings,
+)
 
 KINDS = ("nearby", "random", "overlap")
 REACH = 100  # spans on either side, among which a random one is drawn
@@ -42,6 +48,15 @@ class TextData:
     def __str__(self) -> str:
         return table_of(self.reports)
 
+    def fill_rows(self, recipe: PretrainingRecipe, config: MoTEConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Make rows of the texts to train on as their tasks say; held-out texts stay as they are, to be comparable."""
+        for name, task in recipe.tasks.items():
+            if task.rows != "truncated":
+                prefix = config.instruction_of(name) if recipe.model.instructions else ""
+                special = tokenizer.num_special_tokens_to_add() + len(tokenizer.tokenize(prefix))
+                length = (recipe.model.max_length or 0) - special
+                self.texts[name] = [*rows_of(self.texts[name], tokenizer, length, task.rows == "packed")]
+
     def hashes(self) -> dict[str, str]:
         """Hash each task's texts."""
         return {task: content_hash(texts) for task, texts in self.texts.items()}
@@ -57,7 +72,7 @@ class _Text(NamedTuple):
 
 class _Dataset(NamedTuple):
     report: DatasetReport
-    limit: int | None
+    settings: TextDatasetSettings
     texts: list[_Text]
 
 
@@ -78,13 +93,23 @@ def load_texts(recipe: PretrainingRecipe, tokenizer: PreTrainedTokenizerBase) ->
         for dataset in own:
             dataset.report.held_out = len({text.id for text in chosen} & {text.id for text in dataset.texts})
         datasets += own
-    texts: dict[str, list[Any]] = {name: [] for name in recipe.tasks}
-    for report, limit, read in datasets:
+    parts: dict[str, list[tuple[DatasetReport, float, list[Any]]]] = {name: [] for name in recipe.tasks}
+    for report, settings, read in datasets:
         kept = [text.content for text in read if held_out_ids.isdisjoint(text.candidates)]
         report.drop("has a text that is held out", len(read) - report.held_out - len(kept))
-        kept = report.sample(kept, limit, recipe.training.seed)
+        kept = report.sample(kept, settings.limit or recipe.data.limit, recipe.training.seed)
         report.used = len(kept)
-        texts[report.task] += kept
+        if kept:
+            parts[report.task].append((report, settings.weight, kept))
+    texts: dict[str, list[Any]] = {}
+    for name, of_task in parts.items():
+        temperature = recipe.tasks[name].temperature
+        scale = sum(len(kept) for *_, kept in of_task) / (sum(len(kept) ** temperature for *_, kept in of_task) or 1)
+        texts[name] = []
+        for report, weight, kept in of_task:
+            times = weight * scale * len(kept) ** (temperature - 1)
+            report.notes += [f"each text is seen {times:.3g} times per epoch"] if times != 1 else []
+            texts[name] += [kept[number] for number in report.repeat(len(kept), times, recipe.training.seed)]
     reports = [dataset.report for dataset in datasets]
     for name, of_task in texts.items():
         require_rows(len(of_task), f"tasks.{name}", [report for report in reports if report.task == name])
@@ -115,7 +140,7 @@ def _read_task(name: str, recipe: PretrainingRecipe, tokenizer: PreTrainedTokeni
                 candidates = {text_id(text) for text in row if share_of(text) < recipe.validation.share}
                 texts += [_Text(number, content, candidates)] if content is not None else []
             report.drop(f"too short for two spans of {recipe.spans.length} tokens", len(unique) - len(texts))
-            datasets.append(_Dataset(report, settings.limit or recipe.data.limit, texts))
+            datasets.append(_Dataset(report, settings, texts))
     return datasets
 
 
@@ -194,6 +219,35 @@ def split_into_spans(
     return SplitDocument(sentences, lengths, tuple(spans), settings.length) if len(spans) > 1 else None
 
 
+def rows_of(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int, packed: bool) -> Iterator[str]:
+    """Cut texts into rows of at most `length` tokens, between words where it can; packed, a row is filled up.
+
+    Rows are texts, too: they are masked as others are. Texts in one row have the separator token between them.
+    """
+    separator = tokenizer.sep_token or tokenizer.eos_token or ""
+    parts: list[str] = []
+    used = 0
+    for text in texts:
+        tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+        first = 0
+        while first < len(tokens):
+            room = length - used - bool(parts)
+            end = min(first + room, len(tokens))
+            while first < end < len(tokens) and tokens[end - 1][1] == tokens[end][0]:  # within a word
+                end -= 1
+            if end <= first and not parts:  # a word that is longer than a row
+                end = first + room
+            if end > first:
+                used += end - first + bool(parts)
+                parts.append(text[tokens[first][0] : tokens[end - 1][1]])
+            if not packed or end < len(tokens):
+                yield separator.join(parts)
+                parts, used = [], 0
+            first = max(first, end)
+    if parts:
+        yield separator.join(parts)
+
+
 class TextRows(Dataset):
     """Tokenized texts of several tasks, each with the seed of its masks; for CoT-MAE each with its context.
 
@@ -229,7 +283,6 @@ class TextRows(Dataset):
         encoded = self.tokenizer(
             (self.config.instruction_of(task) if self.recipe.model.instructions else "") + text,
             truncation=True,
-            return_special_tokens_mask=True,
             return_offsets_mapping=self.recipe.masking.whole_words,
         )
         task_id = {"task_ids": list(self.config.tasks).index(task)} if self.config.routes_by_task else {}

@@ -21,6 +21,7 @@ class TrainerSettings(Settings):
 
     Attributes:
         batch_size: Rows per step, over all processes.
+        mini_batch_size: Rows per forward pass. Default: the whole batch.
         num_train_epochs: Passes over the data.
         max_steps: Number of steps, in place of the epochs; -1: determined by the epochs.
         learning_rate: Peak learning rate.
@@ -42,6 +43,7 @@ class TrainerSettings(Settings):
     model_config = ConfigDict(extra="allow")
 
     batch_size: int = Field(default=6144, ge=2)
+    mini_batch_size: int | None = Field(default=None, ge=1)
     num_train_epochs: float = Field(default=1, gt=0)
     max_steps: PositiveInt | Literal[-1] = -1
     learning_rate: float = Field(default=5e-6, gt=0)
@@ -61,7 +63,7 @@ class TrainerSettings(Settings):
     ARGUMENTS: ClassVar[str] = "transformers.TrainingArguments"
     RESERVED: ClassVar[dict[str, str]] = {
         "per_device_train_batch_size": "set training.batch_size",
-        "gradient_accumulation_steps": "a step is one whole batch; set training.batch_size",
+        "gradient_accumulation_steps": "a step is one whole batch; set training.mini_batch_size to save memory",
         "auto_find_batch_size": "set training.batch_size",
         "logging_strategy": "set training.logging_steps",
         "logging_nan_inf_filter": "a run stops at the first non-finite value",
@@ -101,7 +103,11 @@ class TrainerSettings(Settings):
     @classmethod
     def ours(cls) -> list[str]:
         """Name the settings that are not arguments of the trainer."""
-        return ["batch_size", *(name for name in cls.model_fields if name not in TrainerSettings.model_fields)]
+        return [
+            "batch_size",
+            "mini_batch_size",
+            *(name for name in cls.model_fields if name not in TrainerSettings.model_fields),
+        ]
 
     @property
     def precision(self) -> Literal["bf16", "fp16", "no"]:
@@ -137,10 +143,9 @@ class PeftSettings(Settings):
 
 
 class TrainingSettings(TrainerSettings):
-    """`SentenceTransformerTrainingArguments`, by their own names, and eight settings of ours: `batch_size`, and these.
+    """`SentenceTransformerTrainingArguments`, by their own names, and eight of ours: sizes of batches, and these.
 
     Attributes:
-        mini_batch_size: Rows per forward pass. Default: the whole batch.
         gradient_caching: Whether mini-batches are embedded twice (GradCache), so that only one at a time is in memory.
             Without it, a step of InfoNCE is faster, in the memory of the whole batch.
         only_experts: Experts to train; everything else is frozen. Default: the whole model.
@@ -153,7 +158,6 @@ class TrainingSettings(TrainerSettings):
             down to 64.
     """
 
-    mini_batch_size: int | None = Field(default=None, ge=1)
     gradient_caching: bool = True
     only_experts: list[str] | None = Field(default=None, min_length=1)
     start_weight: (
@@ -167,7 +171,6 @@ class TrainingSettings(TrainerSettings):
     ARGUMENTS: ClassVar[str] = "sentence_transformers.SentenceTransformerTrainingArguments"
     RESERVED: ClassVar[dict[str, str]] = {
         **TrainerSettings.RESERVED,
-        "gradient_accumulation_steps": "a step is one whole batch; set training.mini_batch_size to save memory",
         "batch_sampler": "set tasks.NAME.batches",
         "multi_dataset_batch_sampler": "set tasks.NAME.batches",
         "train_sampling_strategy": "set tasks.NAME.batches",
