@@ -1,5 +1,6 @@
 """Rows of a dataset: checked, cleaned, sampled, and a validation split held out."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,12 @@ def test_a_limit_takes_a_sample_of_its_own(tmp_path: Path) -> None:
     assert alone.reports[0].dropped == {"over the limit": 80}
     other_seed = only(load(tmp_path, "retrieval/a", data={"limit": 20}, training={"seed": 7}))
     assert sample != other_seed.rows["anchor"][:]
+
+
+def test_a_limit_keeps_the_shares_of_labels(tmp_path: Path) -> None:
+    write(tmp_path, "c/tiny", labelled(x=60, y=30, z=10))
+    anchors = only(load(tmp_path, {"path": "c/tiny", "limit": 20}, task="c")).rows["anchor"][:]
+    assert Counter(text[0] for text in anchors) == {"x": 12, "y": 6, "z": 2}
 
 
 def test_texts_are_truncated(tmp_path: Path) -> None:

@@ -17,8 +17,9 @@ import numpy as np
 
 from mote.corpora.embed import read_texts
 from mote.corpora.options import EmbedOptions, FilterOptions, MineOptions
-from mote.corpora.pairs import PairDataset, PairTexts, Ranker, best, read_pairs, score_rows
+from mote.corpora.pairs import PairDataset, PairTexts, read_pairs, score_rows
 from mote.corpora.runs import map_blocks, run_datasets
+from mote.data.ranking import Ranker, best
 from mote.data.rows import Location
 
 

@@ -158,7 +158,8 @@ def find_datasets(settings: AnySettings, folder: Path) -> list[Location[AnySetti
     path, split, target = settings.path, settings.split, folder / settings.path
     if path.startswith(HUB):
         name = path.removeprefix(HUB)
-        if name.count("/") > 1 and name.endswith(ENDINGS + TEXT_ENDINGS):  # one file of a repository: `datasets` reads no lines that are lists
+        if name.count("/") > 1 and name.endswith(ENDINGS + TEXT_ENDINGS):
+            # One file, perhaps with lines that are lists, which `datasets` does not read.
             from huggingface_hub import hf_hub_download
 
             user, repository, file = name.split("/", 2)

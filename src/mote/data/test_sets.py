@@ -7,7 +7,7 @@ import csv
 import json
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -189,14 +189,17 @@ def sample(rows: Rows, limit: int | None, label: str = "") -> Rows:
     if limit is None or len(rows) <= limit:
         return rows
     hashes = [blake2b(b"limit\0" + json.dumps(row, sort_keys=True).encode(), digest_size=8).digest() for row in rows]
-    sizes, ranks = Counter(row.get(label) for row in rows), Counter[Any]()
-    places = {}
-    for index in sorted(range(len(rows)), key=hashes.__getitem__):
-        group = rows[index].get(label)
-        # The first rows in this order are a fair share of each label.
-        places[index] = (ranks[group] + 0.5) / sizes[group]
-        ranks[group] += 1
-    return [rows[index] for index in sorted(sorted(places, key=places.__getitem__)[:limit])]
+    order = sorted(range(len(rows)), key=hashes.__getitem__)
+    return [rows[index] for index in sorted(in_shares(order, [row.get(label) for row in rows])[:limit])]
+
+
+def in_shares(order: Iterable[int], labels: Sequence[Any]) -> list[int]:
+    """Reorder indices of rows so that, however many of the first ones are taken, each label has its share of them."""
+    sizes, ranks, places = Counter(labels), Counter[Any](), {}
+    for index in order:
+        places[index] = (ranks[labels[index]] + 0.5) / sizes[labels[index]]
+        ranks[labels[index]] += 1
+    return sorted(places, key=places.__getitem__)
 
 
 def read_classification(dataset: EvaluationDataset) -> dict[str, Rows]:
