@@ -235,6 +235,26 @@ def test_a_limit_keeps_the_shares_of_labels(tmp_path: Path) -> None:
     assert Counter(text[0] for text in anchors) == {"x": 12, "y": 6, "z": 2}
 
 
+def test_rows_in_test_sets_are_counted(tmp_path: Path) -> None:
+    """By default those of the data's own folder."""
+    write(tmp_path, "retrieval/tiny", pairs(8))
+    assert load(tmp_path, "retrieval/tiny").reports[0].in_tests is None
+    write(
+        tmp_path / "other",
+        "sts/a",
+        [{"sentence1": "text 1", "sentence2": " answer to  Text 2", "score": 1}],
+        "test.jsonl",
+    )
+    write(tmp_path, "classification/b", [{"text": "none", "label": "x"}], "test.jsonl")
+    (report,) = load(tmp_path, "retrieval/tiny").reports
+    assert (report.in_tests, report.notes) == (0, [])
+    data = load(tmp_path, "retrieval/tiny", data={"tests": str(tmp_path / "other")})
+    assert data.reports[0].in_tests == 2
+    assert "2 rows have a text of the test sets sts/a (see `mote filter --against`)" in str(data)
+    with pytest.raises(FileNotFoundError, match="holds no datasets with a test split"):
+        load(tmp_path, "retrieval/tiny", data={"tests": str(tmp_path / "retrieval")})
+
+
 def test_texts_are_truncated(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer(tmp_path / "tokenizer"))
     row = {"query": "ab, Cde fgh", "positive": "short", "negative": "ij klmnop"}  # a token for each letter

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mote.data.columns import Example, check_row, find_columns
+from mote.data.columns import ROW_TYPES, Columns, Example, RowType, check_row, find_columns
 from mote.data.ranking import Ranker, normalized
 from mote.data.rows import Location, read_rows
 
@@ -80,17 +80,24 @@ class PairDataset:
 
 def read_pairs(location: Location[Any], corpus: Iterable[str] = ()) -> PairDataset:
     """Read a dataset of pairs into memory, with further documents from a corpus."""
+    rows, examples, columns = read_all(location, ("pairs",))
+    texts = PairTexts.of([each.anchor for each in examples], [each.positives for each in examples], corpus)
+    return PairDataset(rows, "negative" in columns.names, texts)
+
+
+def read_all(
+    location: Location[Any], expected: Iterable[RowType] = tuple(ROW_TYPES)
+) -> tuple[list[dict[str, Any]], list[Example], Columns]:
+    """Read a dataset into memory: its rows as they are, their texts, and its columns; any invalid row is an error."""
     rows = list(read_rows(location))
     present = {column for row in rows for column in row.take(set)}  # some have fewer negatives than others
-    columns = find_columns(location.settings, present, location.name, ("pairs",))
+    columns = find_columns(location.settings, present, location.name, expected)
 
     def take(row: dict[str, Any]) -> Example:
         _as_line(row)  # it is written again in the end
         return check_row(row, columns)
 
-    examples = [row.take(take) for row in rows]
-    texts = PairTexts.of([each.anchor for each in examples], [each.positives for each in examples], corpus)
-    return PairDataset([row.content for row in rows], "negative" in columns.names, texts)
+    return [row.content for row in rows], [row.take(take) for row in rows], columns
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:

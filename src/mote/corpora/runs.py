@@ -84,7 +84,7 @@ def run_datasets(
 
 def _report(entries: Sequence[Details]) -> str:
     """Lay out the numbers of each dataset, one line each."""
-    columns = [key for key in entries[0] if key not in ("sha256", "dataset")]
+    columns = [key for key in entries[0] if key not in ("sha256", "dataset", "test_sets")]
     rows = [[each["dataset"], *("" if each[key] is None else f"{each[key]:,}" for key in columns)] for each in entries]
     return table(["dataset", *(key.replace("_", " ") for key in columns)], rows)
 

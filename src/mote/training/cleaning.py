@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import cycle, islice
@@ -12,7 +12,7 @@ import numpy as np
 
 from mote.checkpoints.definitions import instruction_with
 from mote.data.columns import SHOWN_ERRORS, Example, Examples, RowType, read_examples
-from mote.data.ranking import best, bm25_ranker
+from mote.data.ranking import best, bm25_ranker, normalized
 from mote.data.rows import Location
 from mote.data.test_sets import in_shares
 from mote.reporting import table
@@ -75,6 +75,9 @@ class DatasetReport:
     invalid: int = 0
     used: int = 0  # before the weight
     held_out: int = 0
+    in_tests: int | None = (
+        None  # of those used, rows with a text of a test set; None if there were none to compare with
+    )
     dropped: dict[str, int] = field(default_factory=dict)  # by reason
     notes: list[str] = field(default_factory=list)
 
@@ -101,6 +104,15 @@ class DatasetReport:
         rng, numbers = random.Random(f"{seed} limit {self.name}"), range(len(rows))
         chosen = in_shares(rng.sample(numbers, len(rows)), labels)[:limit] if labels else rng.sample(numbers, limit)
         return [rows[number] for number in sorted(chosen)]
+
+    def compare(self, rows: Iterable[Example], tests: Mapping[str, str]) -> None:
+        """Count the rows with a text of a test set, given normalized texts, each with the name of its set."""
+        texts = (map(normalized, (row.anchor, *row.positives, *row.negatives)) for row in rows)
+        found = [names for own in texts if (names := {tests[text] for text in own if text in tests})]
+        self.in_tests = len(found)
+        if found:
+            names = ", ".join(sorted(set().union(*found)))
+            self.notes.append(f"{len(found):,} rows have a text of the test sets {names} (see `mote filter --against`)")
 
     def remarks(self) -> list[str]:
         """List what happened to the rows."""

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, cycle, islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mote.data.columns import Example
 from mote.data.rows import find_datasets
+from mote.data.test_sets import texts_of_tests
 from mote.data.texts import count_longer
 from mote.remote.configuration_mote import MoTEConfig
 from mote.training.cleaning import (
@@ -33,7 +35,7 @@ from mote.training.cleaning import (
     table_of,
     text_id,
 )
-from mote.training.recipe import Recipe, TaskSettings
+from mote.training.recipe import DataSettings, Recipe, TaskSettings
 from mote.training.teachers import TeacherEmbeddings
 
 logger = logging.getLogger(__name__)
@@ -102,7 +104,7 @@ def load_data(
     The tokenizer is for datasets with a `max_length`. Teachers, from `teachers_of`, embed the texts, which can take
     hours; without them, rows for distillation have no labels. Reports count texts of more than `longest` tokens.
     """
-    datasets = _find_datasets(recipe)
+    datasets, tests = _find_datasets(recipe), _tests_of(recipe.data)
     for dataset in datasets:
         logger.info("%s: reading …", dataset.name)
         dataset.clean(recipe)
@@ -113,6 +115,8 @@ def load_data(
         dataset.drop_texts(held_out, "has a text that another dataset holds out")
         dataset.drop_singleton_labels()
         dataset.report.used = len(dataset.rows)
+        if tests:
+            dataset.report.compare(dataset.rows, tests)
         name = dataset.task_name if dataset.task.batches == "heterogeneous" else dataset.name
         groups.setdefault(name, []).append(dataset)
     for dataset in datasets:
@@ -132,6 +136,16 @@ def load_data(
         dataset.rows = []
     validation = [dataset for dataset in datasets if dataset.held_out]
     return TrainingData(sets, validation, [dataset.report for dataset in datasets])
+
+
+def _tests_of(data: DataSettings) -> dict[str, str]:
+    """Return the texts of the test sets to compare with; those of the data's own folder, if they can be read."""
+    try:
+        return texts_of_tests(data.place if data.tests is None else Path(data.tests))
+    except (OSError, ValueError):
+        if data.tests is not None:
+            raise
+        return {}
 
 
 def _find_datasets(recipe: Recipe) -> list[DatasetRows]:

@@ -201,11 +201,14 @@ class DataSettings(Settings):
         limit: Maximum number of rows of each dataset, a seeded sample; overridden by a dataset's own limit.
         max_invalid_fraction: Fraction of invalid rows (empty, wrong type, missing column) above which a dataset is
             refused.
+        tests: Data folder with test sets (`mote evaluate`); how many rows have a text of one is reported. Default:
+            `folder`, if it has any.
     """
 
     folder: str = "."
     limit: int | None = Field(default=None, ge=1)
     max_invalid_fraction: float = Field(default=0.01, ge=0, le=1)
+    tests: str | None = None
 
     @property
     def place(self) -> Path:
