@@ -30,6 +30,34 @@ def test_an_invalid_row_is_counted_and_reported_with_its_line(tmp_path: Path, li
         load(tmp_path, "retrieval/tiny", data={"max_invalid_fraction": 0.33})
 
 
+@pytest.mark.parametrize(
+    ("lines", "wrong", "fault", "texts"),
+    [
+        (['["a", "b", "c"]', '["d", "e", "f", "g"]'], '["a", 3]', "'positive'", ["a b c", "d e f"]),
+        (['{"set": ["a", "b", "c"]}', '{"set": ["d", "e"]}'], '{"set": ["a"]}', "'anchor'", ["a b", "a c", "d e"]),
+        (
+            [
+                '{"query": "a", "pos": ["b", "c"], "neg": ["d"]}',
+                '{"query": "e", "pos": ["f"], "neg": ["g"], "prompt": ""}',
+            ],
+            '{"query": "a", "pos": [], "neg": []}',
+            "'pos'",
+            ["a b d", "a c d", "e f g"],
+        ),
+    ],
+)
+def test_lines_as_they_are_published(
+    tmp_path: Path, lines: list[str], wrong: str, fault: str, texts: list[str]
+) -> None:
+    path = write(tmp_path, "retrieval/tiny", [])
+    path.write_text("\n".join([*lines, wrong]))
+    data = load(tmp_path, "retrieval/tiny", data={"max_invalid_fraction": 0.34})
+    (note,) = data.reports[0].notes
+    assert note.startswith(f"invalid row {path}:3: {fault}: ")
+    columns = [name for name in only(data).rows.column_names if name != "label"]
+    assert [" ".join(row[name] for name in columns) for row in only(data).rows] == texts
+
+
 def test_ids_of_texts_are_fixed() -> None:
     assert text_id("a") == text_id(" a\n") == 4681665781835383343
     assert text_id("ä") == -1131041350483206087  # as a validation part, it must never change

@@ -75,9 +75,7 @@ class DatasetReport:
     invalid: int = 0
     used: int = 0  # before the weight
     held_out: int = 0
-    in_tests: int | None = (
-        None  # of those used, rows with a text of a test set; None if there were none to compare with
-    )
+    in_tests: int | None = None  # used rows with a text of a test set; None if there was no test set
     dropped: dict[str, int] = field(default_factory=dict)  # by reason
     notes: list[str] = field(default_factory=list)
 
@@ -96,13 +94,16 @@ class DatasetReport:
     def sample(self, rows: list[Any], limit: int | None, seed: int, labels: Sequence[Any] = ()) -> list[Any]:
         """Take a sample that depends only on the seed and the dataset, and count the other rows as dropped.
 
-        Labels, if the rows have some, keep their shares.
+        Labels, if the rows have some, keep their shares, unless fewer than two rows would be left for each.
         """
         if limit is None or len(rows) <= limit:
             return rows
         self.drop("over the limit", len(rows) - limit)
         rng, numbers = random.Random(f"{seed} limit {self.name}"), range(len(rows))
-        chosen = in_shares(rng.sample(numbers, len(rows)), labels)[:limit] if labels else rng.sample(numbers, limit)
+        if 0 < 2 * len({*labels}) <= limit:
+            chosen = in_shares(rng.sample(numbers, len(rows)), labels)[:limit]
+        else:
+            chosen = rng.sample(numbers, limit)
         return [rows[number] for number in sorted(chosen)]
 
     def compare(self, rows: Iterable[Example], tests: Mapping[str, str]) -> None:
