@@ -54,7 +54,7 @@ def near_pairs(
     queries: Sequence[str], documents: Sequence[str], make_ranker: MakeRanker, work: Path, threshold: float
 ) -> set[tuple[str, str]]:
     """Find queries and documents whose score is at least a fraction of the document's score for itself."""
-    count, found = len(documents), set()
+    count, found = len(documents), set[tuple[str, str]]()
     ranker = make_ranker(PairTexts([*documents, *queries], [*documents], np.array([]), [], []), work)
 
     def scored(first: int, last: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

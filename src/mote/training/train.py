@@ -188,7 +188,7 @@ class TrainingRun(Run):
 
     def _instructed(self, parts: list[TrainingSet]) -> list[dict[str, tuple[str | None, str | None]]]:
         """Return, for each part, column → instruction and task of the model."""
-        settings, found = self.recipe.model, []
+        settings, found = self.recipe.model, list[dict[str, tuple[str | None, str | None]]]()
         for part in parts:
             instructions = part.instructions(self.names) if settings.instructions else {}
             tasks = part.column_tasks if settings.kind == "mote" else {}
