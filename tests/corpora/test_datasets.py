@@ -148,6 +148,33 @@ def test_planted_mismatches_are_dropped_and_others_kept(data: Path) -> None:
     assert (entry["rows"], entry["kept"], entry["dropped"]) == (40, 37, 3)
 
 
+def test_rows_of_test_sets_and_near_duplicates_are_dropped(data: Path) -> None:
+    tests = data.parent / "tests"
+    write_rows(tests / "beir/zoo/queries.jsonl", [{"_id": "q", "text": "Whale   river"}])
+    corpus = [{"_id": f"d{number}", "title": "", "text": ROWS[number]["positive"]} for number in (7, 9)]
+    write_rows(tests / "beir/zoo/corpus.jsonl", corpus)
+    (tests / "beir/zoo/qrels").mkdir()
+    (tests / "beir/zoo/qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\nq\td7\t1\nq\td9\t0\n")
+    long = "the heron stood for hours in cold shallow water near the old wooden bridge"
+    write_rows(tests / "classification/birds/test.jsonl", [{"text": long, "label": "heron"}])
+    near, contains = long.replace("old ", ""), f"{long} {long.translate(str.maketrans('aeiou', 'uoiea'))}"
+    labelled = [{"text": text, "label": label} for label, text in zip("abc", (near, contains, "other"), strict=True)]
+    write_rows(data / "classification/notes/train.jsonl", labelled)
+    out = data.parent / "clean"
+    command = ["filter", "retrieval/animals", "classification/notes", "--model", "bm25", "--against", str(tests)]
+    assert main([*command, "--data", str(data), "--out", str(out), "--threshold", "0.8"]) == 0
+    kept = {row["id"] for row in read_rows(out / "retrieval/animals/train.jsonl.gz")}
+    assert {*range(40)} - kept == {0, 7}  # with the query and its answer; 9 is no answer
+    assert [row["label"] for row in read_rows(out / "classification/notes/train.jsonl.gz")] == ["b", "c"]
+    entry = entry_of(out)
+    assert (entry["equal"], entry["test_sets"]) == (2, {"beir/zoo": 2})
+    notes = next(one for one in read_json(out / "record.json")["files"].values() if one["dataset"].endswith("notes"))
+    assert (notes["equal"], notes["near"], notes["test_sets"]) == (0, 1, {"classification/birds": 1})
+    shutil.rmtree(tests / "classification")
+    with pytest.raises(ValueError, match="differs in against"):
+        mote.filter_pairs(command[1:3], out, "bm25", data=data, against=tests, threshold=0.8)
+
+
 def test_a_finished_run_is_left_alone_and_another_one_refused(data: Path, caplog: pytest.LogCaptureFixture) -> None:
     out = mine(data, "bm25")
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*.gz")}

@@ -6,7 +6,8 @@ from scipy.sparse import csr_matrix
 
 from mote.corpora.mining import confirm_rows, mine_rows
 from mote.corpora.options import MineOptions
-from mote.corpora.pairs import PairTexts, Ranker, best, bm25_ranker, dense_ranker, sparse_ranker
+from mote.corpora.pairs import PairTexts, dense_ranker, sparse_ranker
+from mote.data.ranking import Ranker, best, bm25_ranker
 
 pytest.importorskip("bm25s")
 

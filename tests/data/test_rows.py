@@ -109,7 +109,7 @@ from pathlib import Path
 from mote.data.rows import find_datasets, read_rows
 from mote.data.settings import DatasetSource
 
-for name in ("user/pairs", "user/missing"):
+for name in ("user/pairs", "user/pairs/train.jsonl", "user/missing"):
     (location,) = find_datasets(DatasetSource(path="hub:" + name), Path())
     try:
         print(location.name, [(row.where, row.content["query"]) for row in read_rows(location)])
@@ -124,9 +124,16 @@ def test_a_dataset_on_the_hub(tmp_path: Path) -> None:
     with HubServer() as server:
         server.add_repo("user/pairs", tmp_path / "hub")
         done = run_python(HUB, cwd=tmp_path, environment=server.environment(tmp_path / "home"))
-    found, missing, *_ = done.stdout.split("\n")
+    found, file, missing, *_ = done.stdout.split("\n")
     assert found == f"user/pairs {[(f'user/pairs: row {i}', f'text {i - 1}') for i in (1, 2, 3)]}"
+    assert file.startswith("pairs/train [(")
+    assert re.findall(r"train.jsonl:(\d)', '(.*?)'", file) == [(str(i), f"text {i - 1}") for i in (1, 2, 3)]
     assert missing.startswith("Dataset 'user/missing' doesn't exist on the Hub")
+
+
+def test_the_configurations_and_splits_of_a_hub_dataset_are_datasets() -> None:
+    for settings, name in (({}, "u/n"), ({"subset": "en"}, "u/n/en"), ({"subset": "en", "split": "paq"}, "u/n/en/paq")):
+        assert [one.name for one in find_datasets(DatasetSource(path="hub:u/n", **settings), Path())] == [name]
 
 
 def test_a_hub_dataset_that_is_also_a_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

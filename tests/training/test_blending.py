@@ -72,6 +72,35 @@ def test_a_batch_is_its_tasks_computed_separately(kind: str, more: str, tiny: Pa
     assert max(gradient.abs().max().item() for gradient in expected.values()) > 1e-2
 
 
+@pytest.mark.parametrize("kind", ["mote", pytest.param("dense", marks=pytest.mark.long)])
+def test_datasets_with_their_own_instructions_are_negatives_of_each_other(
+    kind: str, tiny: Path, data: Path, tmp_path: Path
+) -> None:
+    """As in NV-Embed's first stage."""
+    own = ["{path: retrieval/arxiv, definition: Find abstracts}", "{path: retrieval/tldr_pages, instruction: 'Find '}"]
+    settings = [f"tasks.retrieval.datasets=[{', '.join(own)}]", "tasks.retrieval.batches=heterogeneous"]
+    settings += ["tasks.classification=null", "tasks.clustering=null", f"model.kind={kind}", "model.max_length=48"]
+    run = TrainingRun("mote", overrides(tiny, data, tmp_path / "run", *settings)).prepare()
+    model, (training_set,) = run.model.eval(), run.data.sets.values()
+    assert (training_set.name, len(training_set.parts)) == ("retrieval", 2)
+    rows = [training_set.rows[index] for index in range(0, len(training_set.rows), 7)]
+    trainer: Any = run.trainer
+    inputs = trainer.data_collator([{**row, "dataset_name": "retrieval"} for row in rows])
+    loss = trainer.compute_loss(model, inputs)
+
+    def embedded(column: str, prompts: tuple[str, str], task: str) -> torch.Tensor:
+        options = {"task": task} if kind == "mote" else {}
+        texts = [model.preprocess([row[column]], prompt=prompts[row["label"][-1]], **options) for row in rows]
+        return torch.cat([model(features)["sentence_embedding"] for features in texts])
+
+    anchors = embedded("anchor", ("Instruct: Find abstracts\nQuery: ", "Find "), "search_query")
+    positives = embedded("positive", ("search_document: ",) * 2, "search_document")
+    labels = torch.tensor([row["label"][:-1] for row in rows])
+    expected = InfoNCELoss(model, training_set.settings).calculate_loss([[anchors], [positives]], labels)
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
+    assert expected.item() > 0.1  # not only rows of one dataset
+
+
 @pytest.mark.long
 def test_a_run_of_blended_batches(tiny: Path, data: Path, tmp_path: Path) -> None:
     settings = blended(tiny, data, tmp_path / "run", "training.max_steps=-1", "training.batch_size=64")
@@ -96,6 +125,17 @@ def test_labels_as_positives(tmp_path: Path) -> None:
         assert row["label"][1] == text_id(row["positive"])
 
 
+def test_one_of_several_labels_is_the_positive_and_none_of_them_a_negative(tmp_path: Path) -> None:
+    task = {**CLASSIFICATION, "pairs": "label_text", "batches": "homogeneous"}
+    content = [{"text": f"text {i}", "label": ["a", "b"]} for i in range(20)]
+    write(tmp_path, "clustering/tiny", [*content, {"text": "x", "label": "c"}, {"text": "y", "label": [*"abcd"]}])
+    rows = only(load_data(recipe_of(tmp_path, tasks={"c": {**task, "datasets": ["clustering/tiny"]}}))).rows
+    several = [row for row in rows if row["anchor"] not in "xy"]
+    assert {row["positive"] for row in several} == {"a", "b"}
+    assert all({row["negative_1"], row["negative_2"]} == {"c", "d"} for row in several)
+    assert "y" not in rows["anchor"]  # it has every label
+
+
 @pytest.mark.parametrize("labels", [("0", "1", "2"), ("-1.0", "0.0", "1.0")])
 def test_labels_that_are_numbers_need_texts(labels: tuple[str, ...], tmp_path: Path) -> None:
     content = [{"text": f"text {index}", "label": labels[index % 3]} for index in range(9)]
@@ -116,3 +156,19 @@ def test_scored_pairs_in_both_directions(tmp_path: Path) -> None:
     assert next(row["negative_1"] for row in training_set.rows if row["anchor"] == "a") == "e"  # it scores low
     for row in training_set.rows:
         assert len({row["anchor"], row["positive"], row["negative_1"], row["negative_2"]}) == 4
+
+
+def test_negatives_of_scored_pairs_by_bm25(tmp_path: Path) -> None:
+    pytest.importorskip("bm25s")
+    scored = [
+        ("red whale song", "a red whale sings", 5.0),
+        ("red whale song", "red whale song now", 3.0),  # known to be too near
+        ("red whale song", "whale bones", 2.5),
+        ("blue sky", "the song of the red fox", 0.0),  # shares two words
+        ("green bread", "stone", 1.0),
+    ]
+    write(tmp_path, "sts/tiny", [{"sentence1": one, "sentence2": two, "score": score} for one, two, score in scored])
+    dataset = {"path": "sts/tiny", "min_score": 4, "max_negative_score": 2.5, "negatives": 2}
+    rows = only(load_data(recipe_of(tmp_path, tasks={"s": {**RETRIEVAL, "datasets": [dataset]}}))).rows
+    negatives = {row["anchor"]: [row["negative_1"], row["negative_2"]] for row in rows}
+    assert negatives["red whale song"] == ["the song of the red fox", "whale bones"]

@@ -1,5 +1,6 @@
 """Rows of a dataset: checked, cleaned, sampled, and a validation split held out."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,34 @@ def test_an_invalid_row_is_counted_and_reported_with_its_line(tmp_path: Path, li
     assert f"retrieval/tiny: invalid row {path}:3: {fault}" in str(data)
     with pytest.raises(ValueError, match=r"tiny: 1 of 3 rows are invalid; the allowed fraction is 0.33 (.|\n)*:3: "):
         load(tmp_path, "retrieval/tiny", data={"max_invalid_fraction": 0.33})
+
+
+@pytest.mark.parametrize(
+    ("lines", "wrong", "fault", "texts"),
+    [
+        (['["a", "b", "c"]', '["d", "e", "f", "g"]'], '["a", 3]', "'positive'", ["a b c", "d e f"]),
+        (['{"set": ["a", "b", "c"]}', '{"set": ["d", "e"]}'], '{"set": ["a"]}', "'anchor'", ["a b", "a c", "d e"]),
+        (
+            [
+                '{"query": "a", "pos": ["b", "c"], "neg": ["d"]}',
+                '{"query": "e", "pos": ["f"], "neg": ["g"], "prompt": ""}',
+            ],
+            '{"query": "a", "pos": [], "neg": []}',
+            "'pos'",
+            ["a b d", "a c d", "e f g"],
+        ),
+    ],
+)
+def test_lines_as_they_are_published(
+    tmp_path: Path, lines: list[str], wrong: str, fault: str, texts: list[str]
+) -> None:
+    path = write(tmp_path, "retrieval/tiny", [])
+    path.write_text("\n".join([*lines, wrong]))
+    data = load(tmp_path, "retrieval/tiny", data={"max_invalid_fraction": 0.34})
+    (note,) = data.reports[0].notes
+    assert note.startswith(f"invalid row {path}:3: {fault}: ")
+    columns = [name for name in only(data).rows.column_names if name != "label"]
+    assert [" ".join(row[name] for name in columns) for row in only(data).rows] == texts
 
 
 def test_ids_of_texts_are_fixed() -> None:
@@ -226,6 +255,32 @@ def test_a_limit_takes_a_sample_of_its_own(tmp_path: Path) -> None:
     assert alone.reports[0].dropped == {"over the limit": 80}
     other_seed = only(load(tmp_path, "retrieval/a", data={"limit": 20}, training={"seed": 7}))
     assert sample != other_seed.rows["anchor"][:]
+
+
+def test_a_limit_keeps_the_shares_of_labels(tmp_path: Path) -> None:
+    write(tmp_path, "c/tiny", labelled(x=60, y=30, z=10))
+    anchors = only(load(tmp_path, {"path": "c/tiny", "limit": 20}, task="c")).rows["anchor"][:]
+    assert Counter(text[0] for text in anchors) == {"x": 12, "y": 6, "z": 2}
+
+
+def test_rows_in_test_sets_are_counted(tmp_path: Path) -> None:
+    """By default those of the data's own folder."""
+    write(tmp_path, "retrieval/tiny", pairs(8))
+    assert load(tmp_path, "retrieval/tiny").reports[0].in_tests is None
+    write(
+        tmp_path / "other",
+        "sts/a",
+        [{"sentence1": "text 1", "sentence2": " answer to  Text 2", "score": 1}],
+        "test.jsonl",
+    )
+    write(tmp_path, "classification/b", [{"text": "none", "label": "x"}], "test.jsonl")
+    (report,) = load(tmp_path, "retrieval/tiny").reports
+    assert (report.in_tests, report.notes) == (0, [])
+    data = load(tmp_path, "retrieval/tiny", data={"tests": str(tmp_path / "other")})
+    assert data.reports[0].in_tests == 2
+    assert "2 rows have a text of the test sets sts/a (see `mote filter --against`)" in str(data)
+    with pytest.raises(FileNotFoundError, match="holds no datasets with a test split"):
+        load(tmp_path, "retrieval/tiny", data={"tests": str(tmp_path / "retrieval")})
 
 
 def test_texts_are_truncated(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from mote.checkpoints.reading import open_checkpoint
+from mote.data.rows import find_datasets
 from mote.training.model import names_of
 from mote.training.recipe import load_recipe, shipped_recipes
 from mote.training.run_folder import as_yaml, fixed_settings
@@ -19,7 +20,7 @@ def differences(one: str, other: str) -> set[str]:
 
 
 def test_the_shipped_recipes() -> None:
-    assert len(ALL) == 23
+    assert len(ALL) == 26
     for name in ALL:
         recipe = load_recipe(name)
         assert recipe.name == name
@@ -42,6 +43,33 @@ def test_the_papers_settings() -> None:
     training = recipe.training
     found = (training.batch_size, training.learning_rate, training.weight_decay, training.num_train_epochs)
     assert (*found, training.optim) == (6144, 5e-6, 0.1, 1, "adamw_torch")
+
+
+def test_the_papers_datasets() -> None:
+    """All 29, each once, with the paper's settings."""
+    recipe = load_recipe("mote-paper")
+    found = [(name, len(task.datasets)) for name, task in recipe.tasks.items()]
+    assert found == [("retrieval", 8), ("classification", 12), ("clustering", 9)]
+    datasets = [one for task in recipe.tasks.values() for one in task.datasets]
+    assert {one.path for one in datasets} == {"hub:nomic-ai/nomic-embed-unsupervised-data"}
+    assert len({find_datasets(one, Path())[0].name for one in datasets}) == 29
+    differ = {key for key in differences("mote", "mote-paper") if ".datasets" not in key}
+    assert differ == {"model.source"}
+
+
+def test_the_datasets_of_nv_embed() -> None:
+    """Table 6 of its first version: thousands of samples, in both stages."""
+    first, second = (load_recipe(f"nv-paper-stage{stage}").tasks for stage in (1, 2))
+    counts = {name: [(one.limit or 0) // 1000 for one in task.datasets] for name, task in second.items()}
+    assert counts == {
+        "retrieval": [16, 20, 100, 200, 100, 80, 100, 50, 50, 5, 2],
+        "classification": [10, 20, 10, 16, 15, 10, 40, 40],
+        "clustering": [25, 25, 25, 15, 15, 15, 10],
+        "sts": [0],
+    }
+    assert first["retrieval"].datasets == second["retrieval"].datasets
+    assert first["retrieval"].batches == "heterogeneous"
+    assert all(one.definition and one.negatives == 7 for task in second.values() for one in task.datasets)
 
 
 def test_recipes_differ_in_what_the_paper_varies() -> None:

@@ -75,7 +75,7 @@ VERBS = {
     "serve": Verb("serving:serve", "Serve a MoTE over HTTP, with OpenAI's embeddings API.", "serve"),
     "embed": Verb("corpora.embed:embed_corpus", "Embed a corpus into sharded parquet files.", "corpora"),
     "mine": Verb("corpora.mining:mine_negatives", "Mine hard negatives for datasets of pairs.", "corpora"),
-    "filter": Verb("corpora.mining:filter_pairs", "Drop pairs whose positive a model does not retrieve.", "corpora"),
+    "filter": Verb("corpora.mining:filter_pairs", "Drop pairs that a model refutes, or rows of test sets.", "corpora"),
     "average": Verb("experts:average", "Average the experts into a dense model."),
     "interpolate": Verb("experts:interpolate", "Move experts towards their mean."),
     "export": Verb("cli.verbs:export", "Write one expert as a dense model."),

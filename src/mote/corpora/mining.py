@@ -17,9 +17,12 @@ import numpy as np
 
 from mote.corpora.embed import read_texts
 from mote.corpora.options import EmbedOptions, FilterOptions, MineOptions
-from mote.corpora.pairs import PairDataset, PairTexts, Ranker, best, read_pairs, score_rows
+from mote.corpora.overlap import without_tests
+from mote.corpora.pairs import PairDataset, PairTexts, read_pairs, score_rows
 from mote.corpora.runs import map_blocks, run_datasets
+from mote.data.ranking import Ranker, best
 from mote.data.rows import Location
+from mote.data.test_sets import texts_of_tests
 
 
 def mine_negatives(
@@ -120,6 +123,7 @@ def filter_pairs(
 ) -> Path:
     """Copy datasets of pairs, without pairs whose positive a model does not retrieve.
 
+    With `against`, copy datasets of any rows, without those whose texts are in test sets, or near to texts of these.
     The same call resumes an interrupted run. Errors are those of `mine_negatives`.
 
     Args:
@@ -133,8 +137,15 @@ def filter_pairs(
         The folder. `record.json` holds the options, and for each dataset how many pairs stay.
     """
     chosen = FilterOptions(**{**dict(options or ()), **settings})
+    identity, tests = {"command": "filter", **chosen.own()}, dict[str, str]()
+    if chosen.against is not None:
+        tests = texts_of_tests(chosen.against)
+        identity["against"] = hashlib.sha256(json.dumps(tests).encode()).hexdigest()
+        chosen = chosen.updated(document_task=chosen.query_task)  # texts of one kind
 
     def process(location: Location[Any], work: Path, make_ranker: Callable[[PairTexts, Path], Ranker]) -> Any:
+        if chosen.against is not None:
+            return without_tests(location, work, make_ranker, tests, chosen.threshold)
         dataset, kept = read_pairs(location), []
         for number, start in enumerate(range(0, len(dataset.rows), chosen.shard_size)):
             texts, part = dataset.texts.part(slice(start, start + chosen.shard_size)), work / str(number)
@@ -144,7 +155,7 @@ def filter_pairs(
         counts = {"rows": len(dataset.rows), "kept": len(stays), "dropped": len(dataset.rows) - len(stays)}
         return (dataset.rows[row] for row in stays), counts
 
-    return run_datasets(datasets, out, str(model), chosen, {"command": "filter", **chosen.own()}, process)
+    return run_datasets(datasets, out, str(model), chosen, identity, process)
 
 
 def confirm_rows(texts: PairTexts, ranker: Ranker, nearest: int, rows: np.ndarray) -> dict[str, np.ndarray]:

@@ -126,7 +126,12 @@ class FilterOptions(PairOptions):
     Attributes:
         nearest: Number of nearest documents of a shard that must include the positive.
         shard_size: Pairs per shard, compared with one another.
+        against: Data folder with test sets, as `mote evaluate` reads it. Instead of such pairs, rows are dropped that
+            have a text of a test set, or one near to it.
+        threshold: With `against`, cosine from which two texts are near; of BM25, fraction of a text's score for itself.
     """
 
     nearest: PositiveInt = 2
     shard_size: PositiveInt = 1_000_000
+    against: Path | None = None
+    threshold: float = Field(default=0.9, gt=0, le=1)

@@ -5,7 +5,7 @@ Scores are those of a model's vectors (dense, sparse or hybrid), or of BM25.
 
 import gzip
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mote.data.columns import Example, check_row, find_columns
+from mote.data.columns import ROW_TYPES, Columns, Example, RowType, check_row, find_columns
+from mote.data.ranking import Ranker, normalized
 from mote.data.rows import Location, read_rows
 
 if TYPE_CHECKING:
@@ -39,8 +40,8 @@ class PairTexts:
         queries, query_of = _each_once(anchors)
         # Trainers refuse empty negatives.
         documents, document_of = _each_once([*chain(*positives), *filter(str.strip, corpus)])
-        of_anchors = [query_of[_normalized(anchor)] for anchor in anchors]
-        of_positives = [[document_of[_normalized(text)] for text in texts] for texts in positives]
+        of_anchors = [query_of[normalized(anchor)] for anchor in anchors]
+        of_positives = [[document_of[normalized(text)] for text in texts] for texts in positives]
         known = [{document_of[text]} if text in document_of else set[int]() for text in query_of]
         for query, places in zip(of_anchors, of_positives, strict=True):
             known[query].update(places)
@@ -64,12 +65,8 @@ def _each_once(texts: Iterable[str]) -> tuple[list[str], dict[str, int]]:
     """Return the first of equal texts, and the index of each normalized text among them."""
     first: dict[str, str] = {}
     for text in texts:
-        first.setdefault(_normalized(text), text)
+        first.setdefault(normalized(text), text)
     return [*first.values()], {text: number for number, text in enumerate(first)}
-
-
-def _normalized(text: str) -> str:
-    return " ".join(text.casefold().split())
 
 
 @dataclass(frozen=True)
@@ -83,17 +80,24 @@ class PairDataset:
 
 def read_pairs(location: Location[Any], corpus: Iterable[str] = ()) -> PairDataset:
     """Read a dataset of pairs into memory, with further documents from a corpus."""
+    rows, examples, columns = read_all(location, ("pairs",))
+    texts = PairTexts.of([each.anchor for each in examples], [each.positives for each in examples], corpus)
+    return PairDataset(rows, "negative" in columns.names, texts)
+
+
+def read_all(
+    location: Location[Any], expected: Iterable[RowType] = tuple(ROW_TYPES)
+) -> tuple[list[dict[str, Any]], list[Example], Columns]:
+    """Read a dataset into memory: its rows as they are, their texts, and its columns; any invalid row is an error."""
     rows = list(read_rows(location))
     present = {column for row in rows for column in row.take(set)}  # some have fewer negatives than others
-    columns = find_columns(location.settings, present, location.name, ("pairs",))
+    columns = find_columns(location.settings, present, location.name, expected)
 
     def take(row: dict[str, Any]) -> Example:
         _as_line(row)  # it is written again in the end
         return check_row(row, columns)
 
-    examples = [row.take(take) for row in rows]
-    texts = PairTexts.of([each.anchor for each in examples], [each.positives for each in examples], corpus)
-    return PairDataset([row.content for row in rows], "negative" in columns.names, texts)
+    return [row.content for row in rows], [row.take(take) for row in rows], columns
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -104,13 +108,6 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 def _as_line(row: dict[str, Any]) -> bytes:
     return json.dumps(row, ensure_ascii=False).encode() + b"\n"
-
-
-class Ranker(NamedTuple):
-    """Scores all documents of a dataset for queries."""
-
-    scores: Callable[[np.ndarray], np.ndarray]  # indices of queries [Q] → scores of all documents, [Q, N]
-    floor: float = -np.inf  # score that a document must exceed to be found at all
 
 
 def dense_ranker(queries: np.ndarray, documents: np.ndarray) -> Ranker:
@@ -124,29 +121,6 @@ def sparse_ranker(queries: "csr_matrix", documents: "csr_matrix", vocabulary: in
     dense = dense_ranker(queries[:, vocabulary:].toarray(), documents[:, vocabulary:].toarray())
     floor = -np.inf if queries.shape[1] > vocabulary else 0.0
     return Ranker(lambda rows: (queries[rows, :vocabulary] @ by_token).toarray() + dense.scores(rows), floor)
-
-
-def bm25_ranker(queries: Sequence[str], documents: Sequence[str]) -> Ranker:
-    """Rank by BM25 (k1 0.9, b 0.4) over lower-cased words without English stop words, with bm25s."""
-    import bm25s
-
-    def tokenize(texts: Sequence[str]) -> list[list[str]]:
-        return bm25s.tokenize(list(texts), stopwords="en", return_ids=False, show_progress=False)
-
-    of_queries, of_documents = tokenize(queries), tokenize(documents)
-    index: Any = bm25s.BM25(k1=0.9, b=0.4)
-    has_words = any(of_documents)  # bm25s cannot index texts without any
-    if has_words:
-        index.index(of_documents, show_progress=False)
-
-    def scores(rows: np.ndarray) -> np.ndarray:
-        found = np.zeros((len(rows), len(documents)), np.float32)
-        for place, row in enumerate(rows.tolist()):
-            if of_queries[row] and has_words:
-                found[place] = index.get_scores(of_queries[row])
-        return found
-
-    return Ranker(scores, floor=0.0)
 
 
 class RowScores(NamedTuple):
@@ -168,11 +142,3 @@ def score_rows(texts: PairTexts, ranker: Ranker, rows: np.ndarray) -> Iterator[R
             others = scores[place].copy()
             others[list(texts.known[queries[place]])] = -np.inf
             yield RowScores(row, float(scores[place, texts.positives[row][0]]), others)
-
-
-def best(scores: np.ndarray, count: int) -> np.ndarray:
-    """Return the indices of the highest scores, the best first; of equal ones, the lowest index."""
-    places = np.arange(len(scores))
-    if count < len(scores):
-        places = np.flatnonzero(scores >= np.partition(scores, -count)[-count])
-    return places[np.argsort(-scores[places], kind="stable")[:count]]

@@ -20,8 +20,9 @@ from mote.corpora.embed import CorpusText, write_texts
 from mote.corpora.encoder import Encoder
 from mote.corpora.engines import Job, read_shard, run
 from mote.corpora.options import PairOptions
-from mote.corpora.pairs import PairTexts, Ranker, bm25_ranker, dense_ranker, sparse_ranker, write_rows
+from mote.corpora.pairs import PairTexts, dense_ranker, sparse_ranker, write_rows
 from mote.corpora.record import open_record
+from mote.data.ranking import Ranker, bm25_ranker
 from mote.data.rows import Location, find_datasets, load_from_hub
 from mote.data.settings import DatasetSource
 from mote.files import replaced, sha256_of
@@ -83,7 +84,7 @@ def run_datasets(
 
 def _report(entries: Sequence[Details]) -> str:
     """Lay out the numbers of each dataset, one line each."""
-    columns = [key for key in entries[0] if key not in ("sha256", "dataset")]
+    columns = [key for key in entries[0] if key not in ("sha256", "dataset", "test_sets")]
     rows = [[each["dataset"], *("" if each[key] is None else f"{each[key]:,}" for key in columns)] for each in entries]
     return table(["dataset", *(key.replace("_", " ") for key in columns)], rows)
 

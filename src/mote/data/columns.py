@@ -37,6 +37,7 @@ STRING = TypeAdapter[Any](Annotated[str, StringConstraints(min_length=0)])
 TEXT = TypeAdapter[Any](_Text)
 TEXT_LIST = TypeAdapter[Any](Annotated[list[_Text], Field(min_length=1)])
 LABEL = TypeAdapter[Any](_Text | int)
+LABELS = TypeAdapter[Any](Annotated[list[_Text | int], Field(min_length=1)])
 NUMBER = TypeAdapter[Any](FiniteFloat)
 
 
@@ -66,6 +67,7 @@ class Example(NamedTuple):
     positives: tuple[str, ...] = ()
     negatives: tuple[str, ...] = ()
     label: str | float | None = None
+    further_labels: tuple[str, ...] = ()  # of a text with several, of which `label` is the first
 
 
 def find_columns(
@@ -152,7 +154,10 @@ def check_row(row: dict[str, Any], columns: Columns) -> Example:
     if columns.row_type == "texts":
         return Example(anchor)
     if columns.row_type == "labelled":
-        return Example(anchor, label=str(check_value(row, names["label"], LABEL)).strip())
+        several = isinstance(row.get(names["label"]), list)
+        found = check_value(row, names["label"], LABELS if several else LABEL)
+        label, *further = (str(one).strip() for one in (found if several else [found]))
+        return Example(anchor, label=label, further_labels=tuple(further))
     if columns.row_type == "scored":
         as_text = isinstance(row.get(names["label"]), str)  # as in CSV
         score = float(check_value(row, names["label"], NUMBER, strict=not as_text))

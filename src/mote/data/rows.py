@@ -153,12 +153,22 @@ def find_datasets(settings: AnySettings, folder: Path) -> list[Location[AnySetti
     """Find the datasets that an entry of a recipe stands for, sorted by path.
 
     Its path, relative to the data folder, is a file, a folder with files for the split, a pattern that matches some of
-    these, or `hub:user/name`. Text files are taken only if the path ends like one.
+    these, or `hub:user/name`, perhaps with a file. Text files are taken only if the path ends like one.
     """
     path, split, target = settings.path, settings.split, folder / settings.path
     if path.startswith(HUB):
         name = path.removeprefix(HUB)
-        return [Location(f"{name}/{settings.subset}" if settings.subset else name, settings)]
+        if name.count("/") > 1 and name.endswith(ENDINGS + TEXT_ENDINGS):
+            # One file, perhaps with lines that are lists, which `datasets` does not read.
+            from huggingface_hub import hf_hub_download
+
+            user, repository, file = name.split("/", 2)
+            options: Any = {"repo_type": "dataset", "revision": settings.revision}
+            file = hf_hub_download(f"{user}/{repository}", file, **options)
+            return [Location(_name(folder / name, folder, split), settings, (Path(file),))]
+        # The splits of some collections are datasets.
+        parts = (name, settings.subset, None if split == "train" else split)
+        return [Location("/".join(filter(None, parts)), settings)]
     endings = TEXT_ENDINGS if path.endswith(TEXT_ENDINGS) else ENDINGS
     # A pattern may be absolute.
     matches = [path] if target.exists() else glob(path, root_dir=folder, recursive=True)  # noqa: PTH207

@@ -16,7 +16,7 @@ class DatasetSource(Settings):
     Attributes:
         path: A file (`.jsonl`, `.csv` or `.tsv`, also with `.gz`; `.parquet`; or `.txt` with a text per line), a folder
             with files for the split, or a pattern that matches several (`retrieval/*`), all relative to the data
-            folder; or `hub:user/name`, on the Hub.
+            folder; or `hub:user/name`, on the Hub, or one file of it, `hub:user/name/pairs.jsonl.gz`.
         split: Split to read: `train` reads `train.jsonl.gz` and similar files.
         subset: Configuration of a dataset on the Hub.
         revision: Branch, tag or commit of a dataset on the Hub.

@@ -7,7 +7,7 @@ import csv
 import json
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, FiniteFloat, TypeAdapter
 
 from mote.data.columns import LABEL, NUMBER, STRING, Example, RowType, check_value, read_examples
+from mote.data.ranking import normalized
 from mote.data.rows import ENDINGS, Location, Row, read_files, split_files
 from mote.data.settings import DatasetSource
 from mote.remote.configuration_mote import alternatives
@@ -117,6 +118,26 @@ class EvaluationDataset:
         location = Location(self.name, DatasetSource(path=self.path), self.files(split))
         return read_examples(location).rows if location.files else []
 
+    def texts(self) -> Iterator[str]:
+        """Yield the texts of the test rows; of a search, the queries and the documents that answer them."""
+        rows: Iterable[dict[str, Any]]
+        if self.task != "beir":
+            rows = self.rows()
+        elif self.flat:
+            rows = [{"texts": [one.anchor, *one.positives]} for one in self.examples("test")]
+        else:
+            answers = {document for grades in self.qrels().values() for document, grade in grades.items() if grade > 0}
+            corpus = (row.take(dict) for row in read_files(self.files("corpus")))  # not all of it in memory
+            found = (row for row in corpus if row.get("_id") in answers)
+            rows = [
+                *self.rows("queries"),
+                *({"texts": [row["text"], f"{row.get('title') or ''} {row['text']}"]} for row in found),
+            ]
+        for row in rows:
+            for name, value in row.items():
+                if name not in ("id", "label", "score"):
+                    yield from [value] if isinstance(value, str) else value
+
     def require_rows(self, rows: Rows, what: str) -> Rows:
         """Return rows, of which there must be some."""
         if not rows:
@@ -164,6 +185,14 @@ def find_evaluation_datasets(folder: Path, limit: int | None = None) -> list[Eva
     return sorted(found, key=lambda one: list(SPLITS).index(one.task))
 
 
+def texts_of_tests(folder: Path) -> dict[str, str]:
+    """Return the texts of all test sets of a data folder, normalized, each with the path of a set that has it."""
+    found = (
+        (normalized(text), dataset.path) for dataset in find_evaluation_datasets(folder) for text in dataset.texts()
+    )
+    return {text: path for text, path in found if text}
+
+
 def _flat_dataset(test: Path, folder: Path, limit: int | None) -> EvaluationDataset | None:
     """Describe a test file, whose columns say what it tests; rows to compare with are in the file beside it."""
     name = test.name.partition(".test.")[0]
@@ -189,14 +218,17 @@ def sample(rows: Rows, limit: int | None, label: str = "") -> Rows:
     if limit is None or len(rows) <= limit:
         return rows
     hashes = [blake2b(b"limit\0" + json.dumps(row, sort_keys=True).encode(), digest_size=8).digest() for row in rows]
-    sizes, ranks = Counter(row.get(label) for row in rows), Counter[Any]()
-    places = {}
-    for index in sorted(range(len(rows)), key=hashes.__getitem__):
-        group = rows[index].get(label)
-        # The first rows in this order are a fair share of each label.
-        places[index] = (ranks[group] + 0.5) / sizes[group]
-        ranks[group] += 1
-    return [rows[index] for index in sorted(sorted(places, key=places.__getitem__)[:limit])]
+    order = sorted(range(len(rows)), key=hashes.__getitem__)
+    return [rows[index] for index in sorted(in_shares(order, [row.get(label) for row in rows])[:limit])]
+
+
+def in_shares(order: Iterable[int], labels: Sequence[Any]) -> list[int]:
+    """Reorder indices of rows so that, however many of the first ones are taken, each label has its share of them."""
+    sizes, ranks, places = Counter(labels), Counter[Any](), {}
+    for index in order:
+        places[index] = (ranks[labels[index]] + 0.5) / sizes[labels[index]]
+        ranks[labels[index]] += 1
+    return sorted(places, key=places.__getitem__)
 
 
 def read_classification(dataset: EvaluationDataset) -> dict[str, Rows]:

@@ -82,11 +82,11 @@ class TaskBatchSampler(ProportionalBatchSampler):
 
 @dataclass
 class BlendedCollator(SentenceTransformerDataCollator):
-    """Tokenizes blended batches: the texts of each instruction and task together, like a batch of their own.
+    """Tokenizes batches with several instructions: the texts of each, and of each task, like a batch of their own.
 
     NV-Embed (arXiv:2405.17428, section 4.2) is fine-tuned on such batches, the MoTE paper on batches of one task.
-    Other batches are left to the base class. `parts` hold for each blended training set and each of its datasets, whose
-    number is the last of a row's label: column → instruction and task of the model.
+    Other batches are left to the base class. `parts` hold for each training set with parts and each of its datasets,
+    whose number is the last of a row's label: column → instruction and task of the model.
     """
 
     parts: dict[str, list[dict[str, tuple[str | None, str | None]]]] = field(default_factory=dict)

@@ -2,14 +2,19 @@
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import cycle, islice
 from typing import Any, Literal
 
+import numpy as np
+
+from mote.checkpoints.definitions import instruction_with
 from mote.data.columns import SHOWN_ERRORS, Example, Examples, RowType, read_examples
+from mote.data.ranking import best, bm25_ranker, normalized
 from mote.data.rows import Location
+from mote.data.test_sets import in_shares
 from mote.reporting import table
 from mote.training.recipe import DatasetSettings, Recipe, ValidationSettings
 
@@ -70,6 +75,7 @@ class DatasetReport:
     invalid: int = 0
     used: int = 0  # before the weight
     held_out: int = 0
+    in_tests: int | None = None  # used rows with a text of a test set; None if there was no test set
     dropped: dict[str, int] = field(default_factory=dict)  # by reason
     notes: list[str] = field(default_factory=list)
 
@@ -85,18 +91,34 @@ class DatasetReport:
         if rows:
             self.dropped[reason] = self.dropped.get(reason, 0) + rows
 
-    def sample(self, rows: list[Any], limit: int | None, seed: int) -> list[Any]:
-        """Take a sample that depends only on the seed and the dataset, and count the other rows as dropped."""
+    def sample(self, rows: list[Any], limit: int | None, seed: int, labels: Sequence[Any] = ()) -> list[Any]:
+        """Take a sample that depends only on the seed and the dataset, and count the other rows as dropped.
+
+        Labels, if the rows have some, keep their shares, unless fewer than two rows would be left for each.
+        """
         if limit is None or len(rows) <= limit:
             return rows
         self.drop("over the limit", len(rows) - limit)
-        chosen = random.Random(f"{seed} limit {self.name}").sample(range(len(rows)), limit)
+        rng, numbers = random.Random(f"{seed} limit {self.name}"), range(len(rows))
+        if 0 < 2 * len({*labels}) <= limit:
+            chosen = in_shares(rng.sample(numbers, len(rows)), labels)[:limit]
+        else:
+            chosen = rng.sample(numbers, limit)
         return [rows[number] for number in sorted(chosen)]
 
     def repeat(self, rows: int, weight: float, seed: int) -> list[int]:
         """Return the numbers of rows that are seen `weight` times each: whole copies, then a sample for the rest."""
         sample = random.Random(f"{seed} weight {self.name}").sample(range(rows), round((weight - int(weight)) * rows))
         return [*range(rows)] * int(weight) + sorted(sample)
+
+    def compare(self, rows: Iterable[Example], tests: Mapping[str, str]) -> None:
+        """Count the rows with a text of a test set, given normalized texts, each with the name of its set."""
+        texts = (map(normalized, (row.anchor, *row.positives, *row.negatives)) for row in rows)
+        found = [names for own in texts if (names := {tests[text] for text in own if text in tests})]
+        self.in_tests = len(found)
+        if found:
+            names = ", ".join(sorted(set().union(*found)))
+            self.notes.append(f"{len(found):,} rows have a text of the test sets {names} (see `mote filter --against`)")
 
     def remarks(self) -> list[str]:
         """List what happened to the rows."""
@@ -129,6 +151,8 @@ class DatasetRows:
         self.location, self.name, self.settings = location, location.name, location.settings
         self.task_name, self.task = task_name, recipe.tasks[task_name]
         self.instruction = location.settings.instruction  # of the anchors, in place of the task's
+        if location.settings.definition is not None:
+            self.instruction = instruction_with(location.settings.definition, recipe.model.template)
         self.label_type = LABEL_TYPES[self.task.loss]
         self.tasks = (self.task.anchor, self.task.positive)  # of the model, for anchors and for positives
         self.row_type: RowType = "texts"
@@ -153,7 +177,9 @@ class DatasetRows:
         self._hold_out(recipe.validation)
         if self.row_type == "scored" and self.label_type == "pairs":
             self._pair_by_score(recipe.training.seed)
-        self.rows = self.report.sample(self.rows, self.settings.limit or recipe.data.limit, recipe.training.seed)
+        labels = [row.label for row in self.rows] if self.row_type == "labelled" else []
+        limit = self.settings.limit or recipe.data.limit
+        self.rows = self.report.sample(self.rows, limit, recipe.training.seed, labels)
 
     def _keep(self, rows: list[Example], reason: str) -> None:
         """Keep only some rows, and count the others as dropped."""
@@ -242,9 +268,11 @@ class DatasetRows:
     def _pair_by_score(self, seed: int) -> None:
         """Keep scored pairs with the label 1, or those with at least `min_score`, in both directions.
 
-        With `min_score`, hard negatives are texts that score lower with the anchor, then random texts of the dataset.
+        With `min_score`, hard negatives are texts that score lower with the anchor, then random texts of the dataset;
+        with `max_negative_score`, those that BM25 ranks highest, without the first, which mostly is the anchor itself,
+        and without scores above it (NV-Embed, arXiv:2405.17428v1, section 4.2).
         """
-        min_score = self.settings.min_score
+        min_score, most = self.settings.min_score, self.settings.max_negative_score
         if min_score is None:
             self._keep([row for row in self.rows if row.label == 1], "label is 0")
             return
@@ -253,11 +281,16 @@ class DatasetRows:
         directed = [(row.anchor, row.positives[0], float(row.label or 0)) for row in self.rows]
         directed += [(second, first, score) for first, second, score in directed]
         for first, second, score in directed:
-            if score >= min_score:
+            if score >= min_score or (most is not None and score > most):
                 positives[first].add(second)
-            else:
+            elif most is None:
                 negatives[first].append(second)
         texts = sorted({first for first, _, _ in directed})
+        if most is not None:
+            ranker = bm25_ranker(texts, texts)
+            for place, first in enumerate(texts):
+                scores, depth = ranker.scores(np.array([place]))[0], 2 + count + len(positives[first])
+                negatives[first] = [texts[found] for found in best(scores, depth)[1:] if scores[found] > ranker.floor]
         rng = random.Random(f"{seed} negatives {self.name}")
         pairs = []
         for first, second, score in directed:

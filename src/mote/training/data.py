@@ -10,8 +10,9 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass, field, replace
+from itertools import chain, cycle, islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mote.data.columns import Example
 from mote.data.rows import find_datasets
+from mote.data.test_sets import texts_of_tests
 from mote.data.texts import count_longer
 from mote.remote.configuration_mote import MoTEConfig
 from mote.training.cleaning import (
@@ -33,7 +35,7 @@ from mote.training.cleaning import (
     table_of,
     text_id,
 )
-from mote.training.recipe import Recipe, TaskSettings
+from mote.training.recipe import DataSettings, Recipe, TaskSettings
 from mote.training.teachers import TeacherEmbeddings
 
 logger = logging.getLogger(__name__)
@@ -46,17 +48,17 @@ class TrainingSet:
     """Rows that are drawn into batches together: `anchor`, `positive`, `negative_1` …, `label`; only those that exist.
 
     The label holds, by its type, for `pairs`: ids of the row's texts, and of the group whose rows are not negatives of
-    each other; if blended, also the number of the row's part. `scored`: a score. `embeddings`: the teacher's.
+    each other; with parts, also the number of the row's part. `scored`: a score. `embeddings`: the teacher's.
     """
 
     name: str  # of the dataset if batches are homogeneous, of the task if they are heterogeneous, else `blended`
     task: str  # of the recipe, or `blended`
     settings: TaskSettings
     rows: Dataset
-    column_tasks: dict[str, str]  # column → task of the model (instruction and expert); empty if blended
+    column_tasks: dict[str, str]  # column → task of the model (instruction and expert); empty with parts
     label_type: LabelType
     instruction: str | None = None  # of the anchors, and of other columns of their task, in place of the task's
-    parts: list["TrainingSet"] = field(default_factory=list)  # if blended, one for each dataset
+    parts: list["TrainingSet"] = field(default_factory=list)  # one for each dataset, if their instructions may differ
 
     @property
     def tasks(self) -> list[str]:
@@ -102,7 +104,7 @@ def load_data(
     The tokenizer is for datasets with a `max_length`. Teachers, from `teachers_of`, embed the texts, which can take
     hours; without them, rows for distillation have no labels. Reports count texts of more than `longest` tokens.
     """
-    datasets = _find_datasets(recipe)
+    datasets, tests = _find_datasets(recipe), _tests_of(recipe.data)
     for dataset in datasets:
         logger.info("%s: reading …", dataset.name)
         dataset.clean(recipe)
@@ -113,6 +115,8 @@ def load_data(
         dataset.drop_texts(held_out, "has a text that another dataset holds out")
         dataset.drop_singleton_labels()
         dataset.report.used = len(dataset.rows)
+        if tests:
+            dataset.report.compare(dataset.rows, tests)
         name = dataset.task_name if dataset.task.batches == "heterogeneous" else dataset.name
         groups.setdefault(name, []).append(dataset)
     for dataset in datasets:
@@ -126,12 +130,22 @@ def load_data(
     sets = {name: _training_set(name, group, recipe, tokenizer, teachers or {}) for name, group in groups.items()}
     parts = [sets.pop(name) for name in groups if sets[name].settings.batches == "blended"]
     if parts:
-        sets[BLENDED] = _blended(parts)
+        sets[BLENDED] = _in_parts(BLENDED, BLENDED, parts)
     for dataset in datasets:
         # The training sets hold them now; validation needs only `held_out`.
         dataset.rows = []
     validation = [dataset for dataset in datasets if dataset.held_out]
     return TrainingData(sets, validation, [dataset.report for dataset in datasets])
+
+
+def _tests_of(data: DataSettings) -> dict[str, str]:
+    """Return the texts of the test sets to compare with; those of the data's own folder, if they can be read."""
+    try:
+        return texts_of_tests(data.place if data.tests is None else Path(data.tests))
+    except (OSError, ValueError):
+        if data.tests is not None:
+            raise
+        return {}
 
 
 def _find_datasets(recipe: Recipe) -> list[DatasetRows]:
@@ -178,10 +192,16 @@ def _training_set(
             "anchor. Mine some with `mote mine`, or use other labels with `pairs: label_text`"
         )
     column_tasks = {column: anchor if column == "anchor" else positive for column in text_columns}
-    return TrainingSet(name, first.task_name, task, rows, column_tasks, first.label_type, first.instruction)
+    sets = [
+        TrainingSet(one.name, first.task_name, task, tables[one.name], column_tasks, first.label_type, one.instruction)
+        for one in datasets
+    ]
+    if len({one.instruction for one in sets}) > 1:
+        return _in_parts(name, first.task_name, sets)
+    return replace(sets[0], name=name, rows=rows)
 
 
-def _blended(parts: list[TrainingSet]) -> TrainingSet:
+def _in_parts(name: str, task: str, parts: list[TrainingSet]) -> TrainingSet:
     """Combine training sets; for hard negatives that a row lacks, it gets a short text, which the loss ignores."""
     columns = max((part.column_tasks for part in parts), key=len)
     tables = []
@@ -192,7 +212,7 @@ def _blended(parts: list[TrainingSet]) -> TrainingSet:
         labels = np.hstack([ids[:, :-1], padding, ids[:, -1:], np.full((len(ids), 1), number)])
         ids = pyarrow.array(labels.tolist(), pyarrow.list_(pyarrow.int64()))
         tables.append(Dataset(pyarrow.table({**texts, "label": ids})))
-    return TrainingSet(BLENDED, BLENDED, parts[0].settings, concatenate_datasets(tables), {}, "pairs", parts=parts)
+    return TrainingSet(name, task, parts[0].settings, concatenate_datasets(tables), {}, "pairs", parts=parts)
 
 
 def _table(
@@ -235,7 +255,8 @@ def _paired_by_label(dataset: DatasetRows, seed: str) -> list[Example]:
 
 def _paired_with_label(dataset: DatasetRows, seed: str) -> list[Example]:
     """Pair each text with the text of its label; texts of other labels are its hard negatives."""
-    labels = sorted({str(row.label) for row in (*dataset.rows, *dataset.held_out)})
+    known = (*dataset.rows, *dataset.held_out)
+    labels = sorted({label for row in known for label in (str(row.label), *row.further_labels)})
     if all(re.fullmatch(r"-?[\d.]+", label) for label in labels):
         raise ValueError(
             f"{dataset.name}: `pairs: label_text` needs labels that are texts, got {', '.join(labels[:5])}: name the "
@@ -244,9 +265,15 @@ def _paired_with_label(dataset: DatasetRows, seed: str) -> list[Example]:
     count = DEFAULT_NEGATIVES if dataset.settings.negatives is None else dataset.settings.negatives
     rng, pairs = random.Random(seed), []
     for row in dataset.rows:
-        own = str(row.label)
-        others = [text for text in labels if text != own]
-        pairs.append(row._replace(positives=(own,), negatives=tuple(rng.sample(others, min(count, len(others))))))
+        own = (str(row.label), *row.further_labels)
+        drawn = rng.choice(own) if len(own) > 1 else own[0]
+        others = [text for text in labels if text not in own]
+        if len(own) == len(labels) > 1:
+            continue  # nothing is wrong for it
+        negatives = rng.sample(others, min(count, len(others)))
+        if len(own) > 1:  # and so fewer others than most rows have
+            negatives = [*islice(cycle(negatives), min(count, len(labels) - 1))]
+        pairs.append(row._replace(positives=(drawn,), negatives=tuple(negatives), label=drawn))
     return pairs
 
 

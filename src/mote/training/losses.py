@@ -58,7 +58,10 @@ class InfoNCELoss(CachedLossMixin, nn.Module):
         self.mini_batch_size = mini_batch_size or 0
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None) -> Tensor:
-        """Compute the loss of a batch; `labels` [B, columns + 1] hold the ids of each row's texts and of its group."""
+        """Compute the loss of a batch; `labels` [B, columns + 1] hold the ids of each row's texts and of its group.
+
+        Further numbers in a row are ignored.
+        """
         features = list(sentence_features)
         if not self.mini_batch_size:
             return self.calculate_loss([[column] for column in embed_columns(self.model, features)], labels)
@@ -166,7 +169,7 @@ class _FalseNegatives:
         self.places = torch.arange(self.rows, device=columns[0].device)
         if labels is None:  # all texts and groups differ
             labels = torch.arange(self.rows * (len(columns) + 1), device=self.places.device).view(self.rows, -1)
-        self.texts, self.groups = labels[:, : len(columns)], labels[:, -1]  # [N, columns], [N]
+        self.texts, self.groups = labels[:, : len(columns)], labels[:, len(columns)]  # [N, columns], [N]
         self.positives = _paired(self.groups, self.texts[:, 1]).sort().values  # [N], of all groups
 
     def of_documents(self, index: Tensor) -> Tensor:
@@ -262,7 +265,8 @@ def build_loss(model: Any, training_set: TrainingSet, recipe: Recipe) -> nn.Modu
             "gradient_caching": training.gradient_caching,
         }
         parts = [(part.settings, len(part.column_tasks)) for part in training_set.parts]
-        loss = BlendedLoss(model, parts, **settings) if parts else InfoNCELoss(model, task, **settings)
+        blended = task.batches == "blended"  # otherwise, the rows of one part are negatives of those of another
+        loss = BlendedLoss(model, parts, **settings) if blended else InfoNCELoss(model, task, **settings)
     else:
         loss = _library_loss(model, training_set, training, gathered)
     if sparse:

@@ -103,21 +103,32 @@ class DatasetSettings(DatasetSource):
     """A dataset of a task, or all that match a pattern, and how it is trained on.
 
     Attributes:
-        instruction: Instruction of the anchors, and of all other texts with their task, replacing the task's. Needs
-            homogeneous or blended batches.
+        instruction: Instruction of the anchors, and of all other texts with their task, replacing the task's.
+        definition: Definition that `model.template` turns into such an instruction.
         weight: How often each row is seen per epoch: 2 is twice, 0.5 a seeded half of the rows.
         limit: Maximum number of rows, a seeded sample.
         max_length: Maximum length of texts in tokens: one number, or one per column.
         negatives: Maximum number of hard negatives per row.
         min_score: Score from which a scored pair becomes a positive pair in both directions, for InfoNCE.
+        max_negative_score: Highest score that a hard negative of `min_score` may be known to have with the anchor. BM25
+            ranks them, from the second on. Default: any lower score, then random texts.
     """
 
     instruction: str | None = None
+    definition: str | None = None
     weight: float = Field(default=1.0, gt=0, le=1000)
     limit: int | None = Field(default=None, ge=1)
     max_length: PositiveInt | dict[Literal["anchor", "positive", "negative"], PositiveInt] | None = None
     negatives: int | None = Field(default=None, ge=0)
     min_score: float | None = None
+    max_negative_score: float | None = None
+
+    def conflicts(self) -> Iterator[str]:
+        """Name settings of which one would be ignored."""
+        if self.instruction is not None and self.definition is not None:
+            yield "a dataset has an instruction or a definition, not both"
+        if self.max_negative_score is not None and self.min_score is None:
+            yield "max_negative_score is for pairs made by min_score"
 
 
 class TaskSettings(Settings):
@@ -169,20 +180,17 @@ class TaskSettings(Settings):
         return self
 
     def conflicts(self) -> Iterator[str]:
-        """Name what only InfoNCE takes, and what heterogeneous batches cannot have."""
+        """Name what only InfoNCE takes."""
+        own = any((one.instruction, one.definition) != (None, None) for one in self.datasets)
         for_info_nce = {
             "blended batches": self.batches == "blended",
+            "instructions of datasets in heterogeneous batches": self.batches == "heterogeneous" and own,
             "pairs=label_text": self.pairs == "label_text",
             "min_score": any(dataset.min_score is not None for dataset in self.datasets),
         }
         given = [name for name, is_given in for_info_nce.items() if is_given]
         if given and self.loss != "InfoNCE":
             yield f"for {', '.join(given)} the loss must be InfoNCE, got {self.loss}"
-        if self.batches == "heterogeneous" and any(one.instruction is not None for one in self.datasets):
-            yield (
-                "a batch across datasets has the instruction of its task: make its batches homogeneous, or move the "
-                "dataset with its own into another task"
-            )
 
 
 class DataSettings(Settings):
@@ -193,11 +201,14 @@ class DataSettings(Settings):
         limit: Maximum number of rows of each dataset, a seeded sample; overridden by a dataset's own limit.
         max_invalid_fraction: Fraction of invalid rows (empty, wrong type, missing column) above which a dataset is
             refused.
+        tests: Data folder with test sets (`mote evaluate`); how many rows have a text of one is reported. Default:
+            `folder`, if it has any.
     """
 
     folder: str = "."
     limit: int | None = Field(default=None, ge=1)
     max_invalid_fraction: float = Field(default=0.01, ge=0, le=1)
+    tests: str | None = None
 
     @property
     def place(self) -> Path:
@@ -286,7 +297,7 @@ class Recipe(RunSettings):
         if self.queries_only and self.together and training.only_experts is None:
             yield "queries_only needs together=false: otherwise the documents' embeddings change, too"
         for dataset in (dataset for task in self.tasks.values() for dataset in task.datasets):
-            if dataset.instruction and not self.model.instructions:
+            if (dataset.instruction or dataset.definition) and not self.model.instructions:
                 yield f"{dataset.path} has an instruction, but model.instructions is false"
         for_dense = {
             "model.kind=dense": kind == "dense",

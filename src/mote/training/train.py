@@ -23,7 +23,7 @@ from mote.checkpoints.tensors import token_routing, weight_name
 from mote.remote.configuration_mote import MoTEConfig
 from mote.training.adapters import AdapterCheckpoints, merge_adapters, network_of, trained_weights
 from mote.training.batches import BlendedCollator, EvenBatchSampler, TaskBatchSampler
-from mote.training.data import BLENDED, TrainingData, TrainingSet, load_data
+from mote.training.data import TrainingData, TrainingSet, load_data
 from mote.training.losses import LoadBalancedLoss, build_loss, check_loss
 from mote.training.model import SHARED, build_model, encodings, names_of
 from mote.training.own_tasks import complete
@@ -160,15 +160,15 @@ class TrainingRun(Run):
         routed = self.recipe.model.kind == "mote"
         experts = {self.names.expert_of(task) for task in training_set.tasks} if routed else set()
         if len(experts) > 1 and training_set.parts and with_fsdp():  # gradients of unlike experts would be summed
-            raise ValueError(f"FSDP cannot train {len(experts)} experts with blended batches: use DDP")
+            raise ValueError(f"FSDP cannot train {len(experts)} experts with several instructions in a batch: use DDP")
         if token_routing(self.names) is not None:
             loss = LoadBalancedLoss(loss)
         return TrackedLoss(self.model, loss, self.tracker, training_set.name, training_set.task)
 
     def _collator(self) -> BlendedCollator | None:
-        """Build the collator of blended batches; without any, the trainer uses its own."""
-        model, settings, blended = self.model, self.recipe.model, self.data.sets.get(BLENDED)
-        if blended is None:
+        """Build the collator of batches with several instructions; without any, the trainer uses its own."""
+        model, in_parts = self.model, {name: one.parts for name, one in self.data.sets.items() if one.parts}
+        if not in_parts:
             return None
         knows_instructions = hasattr(model[0], "instruction_pooling")
         if not knows_instructions and any(getattr(module, "include_prompt", True) is False for module in model):
@@ -177,22 +177,26 @@ class TrainingRun(Run):
                 "instruction per batch. Leave instructions out of the pooling with `mote set`, which supports one per "
                 "row"
             )
-        columns = max((part.column_tasks for part in blended.parts), key=len)
-        parts = []
-        for part in blended.parts:
-            instructions = part.instructions(self.names) if settings.instructions else {}
-            tasks = part.column_tasks if settings.kind == "mote" else {}
-            own = {column: (instructions.get(column), tasks.get(column)) for column in part.column_tasks}
-            # The placeholder of a negative belongs to the positives' task.
-            parts.append({column: own.get(column, own["positive"]) for column in columns})
         return BlendedCollator(
             model.preprocess,
             router_mapping=self.arguments.router_mapping,
             prompts=self.arguments.prompts,
-            parts={BLENDED: parts},
+            parts={name: self._instructed(parts) for name, parts in in_parts.items()},
             tasks=list(self.names.tasks),
             tokenizer=model.tokenizer,
         )
+
+    def _instructed(self, parts: list[TrainingSet]) -> list[dict[str, tuple[str | None, str | None]]]:
+        """Return, for each part, column → instruction and task of the model."""
+        settings, found = self.recipe.model, list[dict[str, tuple[str | None, str | None]]]()
+        for part in parts:
+            instructions = part.instructions(self.names) if settings.instructions else {}
+            tasks = part.column_tasks if settings.kind == "mote" else {}
+            own = {column: (instructions.get(column), tasks.get(column)) for column in part.column_tasks}
+            # The placeholder of a negative belongs to the positives' task.
+            columns = max((one.column_tasks for one in parts), key=len)
+            found.append({column: own.get(column, own["positive"]) for column in columns})
+        return found
 
     def _built(self, recipe: Recipe) -> tuple[Any, MoTEConfig]:
         """Build the model of a recipe, and remove the start model when all processes have read it."""
