@@ -107,6 +107,8 @@ class MineOptions(PairOptions):
             such condition.
         absolute_margin: Minimum gap between the scores of positive and negative. Default: no such condition.
         sampling: Which accepted candidates to take: the best-ranked (`top`), or random ones.
+        scores: Cross-encoder that scores the positives and negatives, for losses that learn its scores: a folder, or an
+            id on the Hub. Default: no scores are written.
         seed: Random seed; candidates are drawn for each row independently.
     """
 
@@ -117,6 +119,7 @@ class MineOptions(PairOptions):
     relative_margin: float | None = 0.05
     absolute_margin: float | None = Field(default=None, ge=0)
     sampling: Literal["top", "random"] = "top"
+    scores: str | None = None
     seed: int = 42
 
 

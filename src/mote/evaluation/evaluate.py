@@ -159,8 +159,7 @@ class _Scorer:
                     made_by = f" by {experts}"
                 outcome = f"{score:.2f}{made_by}, {result.evaluation_time or 0.0:.1f} s{' (cached)' if cached else ''}"
                 self.evaluation.scores[model.label][name] = score
-                if further := _further_scores(result, task):
-                    self.evaluation.further.setdefault(model.label, {})[name] = further
+                self.evaluation.further.setdefault(model.label, {})[name] = _further_scores(result, task)
                 versions = self.evaluation.settings["mteb"]  # cached scores may be another's
                 if result.mteb_version not in versions:
                     versions.append(result.mteb_version)
@@ -223,7 +222,7 @@ def _main_score(result: TaskResult, task: AbsTask) -> float:
 
 
 def _further_scores(result: TaskResult, task: AbsTask) -> dict[str, float]:
-    """The other scores of retrieval, and the main score of each subset (a language, or several) if there are several."""
+    """The other scores of retrieval, and the main score of each subset, such as a language, if there are several."""
     splits = result.validate_and_filter_scores(task).scores.values()
     rows: list[dict[str, Any]] = [dict(row) for split in splits for row in split]
     found = {name: [row[name] for row in rows if name in row] for name in FURTHER if name != task.metadata.main_score}

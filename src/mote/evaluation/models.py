@@ -144,8 +144,8 @@ class EvaluatedModel:
         width = 0 if isinstance(model, SparseEncoder) else model.get_embedding_dimension()
         if (self.dimensions or self.precision) and not 0 < (self.dimensions or 1) <= width:
             raise ValueError(
-                f"{self.label}: dimensions and precisions are for dense vectors, and for up to all of their dimensions; "
-                f"{self.path} has {width}"
+                f"{self.label}: dimensions and precisions are for dense vectors, and at most for all of their "
+                f"dimensions, which are {width} here"
             )
         if self.dimensions:
             model.truncate_dim = self.dimensions
