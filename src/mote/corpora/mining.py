@@ -53,18 +53,15 @@ def mine_negatives(
     texts = read_texts(chosen.corpus, EmbedOptions(split=chosen.split)) if chosen.corpus else ()
     corpus = [text.text for text in texts]
     identity = {"command": "mine", **chosen.own(), "corpus": hashlib.sha256(json.dumps(corpus).encode()).hexdigest()}
-    commit = None
-    if chosen.scores:
-        commit = commit_of(chosen.scores)
-        identity["scores"] = commit or folder_hash(Path(chosen.scores))
+    commit = commit_of(chosen.scores) if chosen.scores else None
+    identity["scores"] = chosen.scores and (commit or folder_hash(Path(chosen.scores)))
 
     @cache
     def cross_encoder() -> Any:
         from sentence_transformers import CrossEncoder
 
-        kwargs = {"dtype": chosen.model_dtype} if chosen.model_dtype else {}
-        settings = {"trust_remote_code": chosen.trust_remote_code, "max_length": chosen.max_length}
-        return CrossEncoder(chosen.scores, revision=commit, model_kwargs=kwargs, **settings)
+        settings: Any = {"max_length": chosen.max_length, "model_kwargs": {"dtype": chosen.model_dtype or "auto"}}
+        return CrossEncoder(chosen.scores, revision=commit, trust_remote_code=chosen.trust_remote_code, **settings)
 
     def process(location: Location[Any], work: Path, make_ranker: Callable[[PairTexts, Path], Ranker]) -> Any:
         dataset = read_pairs(location, corpus)

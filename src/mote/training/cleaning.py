@@ -204,9 +204,8 @@ class DatasetRows:
                 continue
             # Each positive takes the negatives after those of the one before.
             negatives = cycle(row.negatives)
-            self.rows += [
-                row._replace(positives=(text,), negatives=tuple(islice(negatives, count))) for text in row.positives
-            ]
+            for text in row.positives:
+                self.rows.append(row._replace(positives=(text,), negatives=tuple(islice(negatives, count))))
 
     def _drop_repeated(self) -> None:
         """Drop rows that equal an earlier one, texts with ambiguous labels, and pairs with ambiguous scores."""
