@@ -164,7 +164,7 @@ def test_each_language_has_its_score() -> None:
 
 
 def test_benchmarks_by_the_names_that_people_say() -> None:
-    names = {"MIRACL": "MIRACLRetrieval", "beir": "TRECCOVID", "BRIGHT": "BrightRetrieval", "MTEB(eng,v2)": "BIOSSES"}
+    names = {"MIRACL": "MIRACLRetrieval", "beir": "TRECCOVID", "BRIGHT": "BrightRetrieval", "MTEB(eng, v2)": "BIOSSES"}
     for name, expected in names.items():
         assert expected in {task.metadata.name for task in choose_tasks(name, None)}
     with pytest.raises(ValueError, match=r"Unknown benchmark of MTEB: 'BEIRR'\. Did you mean 'BEIR'\?"):

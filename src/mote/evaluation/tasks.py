@@ -89,16 +89,12 @@ def _of_benchmark(name: str) -> list[AbsTask]:
     """Return the tasks of a benchmark, whatever the case of its name, or the set for retrieval of this name."""
     known = {alias: each for each in mteb.get_benchmarks() for alias in (each.name, *(each.aliases or ()))}
     for alias, each in known.items():
-        if _folded(alias) == _folded(name):
+        if alias.casefold() == name.casefold():
             return list(each.tasks)
     with suppress(KeyError):
         return [mteb.get_task(f"{name}Retrieval")]
     require_known(name, known, "benchmark of MTEB:")
     return []
-
-
-def _folded(name: str) -> str:
-    return name.casefold().replace(" ", "")
 
 
 def load_tasks(folder: str | Path, names: Sequence[str] = (), limit: int | None = None) -> list[AbsTask]:
