@@ -37,21 +37,21 @@ class Evaluation(Report):
         scores: Model → dataset → main score, x 100.
         types: Dataset → task type of MTEB.
         metrics: Dataset → name of the main score.
-        further: Model → dataset → its other scores, x 100: MRR@10 and Recall@k of retrieval, those of each language.
         failures: Model → dataset → error message.
         experts: MoTE → dataset → its expert, or those of queries and of documents.
         settings: Settings of the evaluation, and metadata of the models.
         reference: Model that gains are computed against. Default: no gains in tables.
+        further: Model → dataset → its other scores, x 100: MRR@10 and Recall@k of retrieval, those of each language.
     """
 
     scores: Mapping[str, dict[str, float]]
     types: Mapping[str, str]
     metrics: Mapping[str, str] = field(default_factory=dict)
-    further: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     failures: dict[str, dict[str, str]] = field(default_factory=dict)
     experts: dict[str, dict[str, str]] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     reference: str | None = None
+    further: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.reference is not None:
