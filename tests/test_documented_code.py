@@ -95,6 +95,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dense(folder / "runs/ic/model", prompts=PAPER_INSTRUCTIONS)
     for name in ("google-bert/bert-base-uncased", "runs/mlm-dense/model"):
         dense_checkpoint(folder / name, head="mlm")
+    dense_checkpoint(folder / "doc2query/msmarco-t5-base-v1", "llama", head="causal")  # of another kind
     dense_checkpoint(folder / "FacebookAI/xlm-roberta-base", "xlm-roberta", head="mlm")
     for name in ("DECODER", "mistralai/Mistral-7B-v0.1"):
         decoder(folder / name)
@@ -123,6 +124,8 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copy(file, folder / f"{other}.{split}")
     documents = read_rows(ROOT / "examples/data/retrieval/tldr_pages/train.jsonl.gz")[:8]
     write_rows(folder / "pairs.jsonl", documents)
+    (folder / "texts").mkdir()
+    (folder / "texts" / "pages.txt").write_text("\n".join(" ".join(row["positive"].split()) for row in documents))
     write_rows(folder / "corpus.jsonl.gz", [{"id": str(i), "text": row["positive"]} for i, row in enumerate(documents)])
     return folder
 

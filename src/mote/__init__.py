@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mote.checkpoints.sentence_transformers import prompts_of as prompts_of
     from mote.checkpoints.transform import transform as transform
     from mote.corpora.embed import embed_corpus as embed_corpus
+    from mote.corpora.generating import generate_queries as generate_queries
     from mote.corpora.mining import filter_pairs as filter_pairs
     from mote.corpora.mining import mine_negatives as mine_negatives
     from mote.evaluation.evaluate import evaluate as evaluate
@@ -49,6 +50,7 @@ _NAMES = {
     "mote.checkpoints.sentence_transformers": ["prompts_of"],
     "mote.checkpoints.transform": ["transform"],
     "mote.corpora.embed": ["embed_corpus"],
+    "mote.corpora.generating": ["generate_queries"],
     "mote.corpora.mining": ["filter_pairs", "mine_negatives"],
     "mote.evaluation.evaluate": ["evaluate"],
     "mote.evaluation.metadata": ["model_meta"],

@@ -9,11 +9,11 @@ from unittest.mock import Mock
 import datasets
 import numpy as np
 import pytest
-from helpers.checkpoints import contents, dense_checkpoint, read_json, trusted
+from helpers.checkpoints import contents, dense_checkpoint, edit_json, read_json, trusted
 from helpers.kills import kill_at_random
 from helpers.paths import ROOT, SMALL_MOTE
 from helpers.rows import read_rows, write_rows
-from sentence_transformers import SentenceTransformer, SparseEncoder
+from sentence_transformers import CrossEncoder, SentenceTransformer, SparseEncoder
 from sentence_transformers.util import mine_hard_negatives
 
 import mote
@@ -69,6 +69,30 @@ def test_rows_come_back_with_negatives_that_recipes_read(data: Path) -> None:
     assert (entry["rows"], entry["with_all_negatives"], entry["without_negatives"]) == (40, 40, 0)
     assert entry["mean_positive_score"] > entry["mean_negative_score"] > 0
     assert sorted(path.name for path in out.iterdir()) == ["record.json", "retrieval"]
+
+
+def test_a_cross_encoder_scores_positives_and_negatives(
+    data: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teacher = CrossEncoder(str(model), num_labels=1, device="cpu")
+    teacher.save_pretrained(str(tmp_path / "cross"))
+    write_rows(data / "retrieval/few/train.jsonl", [{**row, "positive": [row["positive"], "both"]} for row in ROWS[:6]])
+    monkeypatch.setattr(runs, "BLOCK", 7)
+    without, out = mine(data, "bm25", "without"), mine(data, "bm25", scores=str(tmp_path / "cross"))
+    for name in ("animals/train.jsonl.gz", "few/train.jsonl.gz"):
+        rows = read_rows(out / "retrieval" / name)
+        assert [{key: row[key] for key in row if key != "scores"} for row in rows] == read_rows(
+            without / "retrieval" / name
+        )
+        columns = find_columns(DatasetSource(path="x"), rows[0], name)
+        for row in (check_row(each, columns) for each in rows):
+            texts = [*row.positives, *row.negatives]
+            expected = teacher.predict([(row.anchor, text) for text in texts], show_progress_bar=False)
+            assert [row.scores[text] for text in texts] == pytest.approx(expected.tolist(), abs=1e-5)
+            assert len({*row.scores.values()}) > 1
+    edit_json(tmp_path / "cross" / "config.json", another=True)
+    with pytest.raises(ValueError, match="another run, which differs in scores"):
+        mine(data, "bm25", scores=str(tmp_path / "cross"))
 
 
 @pytest.mark.long

@@ -19,6 +19,9 @@ def check(row: dict[str, Any], columns: dict[str, Any] | None = None, present: t
 
 
 TITLED = {"anchor": "title", "positive": "abstract"}
+TAUGHT: dict[str, Any] = {"query": "a", "positive": "b", "negative": "c", "scores": [1.0]}
+SCORED_PAIR = Example("a", ("b",), ("c", "d"), scores={"b": 3.0, "c": 0.5, "d": -1.0})
+ALL_NAMED = {"anchor": "query", "positive": "positive", "negative": ["negative_2", "negative_10"], "scores": "s"}
 NEGATIVES = {"query": "a", "positive": "b", "negative_10": "d", "negative_2": "c", "negative_3": None}
 
 
@@ -33,6 +36,9 @@ NEGATIVES = {"query": "a", "positive": "b", "negative_10": "d", "negative_2": "c
         ({"query": "a", "positive": "b", "negative": ["c", "d"]}, {}, "pairs", Example("a", ("b",), ("c", "d"))),
         ({"query": "a", "pos": ["b"], "neg": ["c", "d"]}, {}, "pairs", Example("a", ("b",), ("c", "d"))),
         (NEGATIVES, {}, "pairs", Example("a", ("b",), ("c", "d"))),
+        ({**NEGATIVES, "scores": [3, 0.5, -1]}, {}, "pairs", SCORED_PAIR),
+        ({**NEGATIVES, "pos_scores": [3.0], "neg_scores": [0.5, -1.0]}, {}, "pairs", SCORED_PAIR),
+        ({**NEGATIVES, "s": [3, 0.5, -1]}, ALL_NAMED, "pairs", SCORED_PAIR),
         ({"query": "a", "positive": "b", "negative": [], "score": 1}, {}, "pairs", Example("a", ("b",))),
         ({"sentence1": "a", "sentence2": "b", "score": 3}, {}, "scored", Example("a", ("b",), label=3.0)),
         ({"text": "a", "label": 3}, {}, "labelled", Example("a", label="3")),
@@ -74,6 +80,8 @@ def test_invalid_rows() -> None:
         (PAIR, {"query": "a", "positive": "\ud83d"}, "'positive': .* unable to parse raw data as a unicode .*"),
         (LABELLED, {"text": "a", "label": 0.5}, "'label': Input should be a valid string, got 0.5"),
         (LABELLED, {"text": "a", "label": " "}, "'label': String should have at least 1 character, got ' '"),
+        (tuple(TAUGHT), TAUGHT, "there are 1 scores for 2 positives and negatives"),
+        (tuple(TAUGHT), {**TAUGHT, "scores": None}, "'scores': Input should be a valid list, got None"),
         (SCORED, {**TEXTS, "score": "three"}, "'score': Input should be a valid number, .*, got 'three'"),
         (SCORED, {**TEXTS, "score": float("nan")}, "'score': Input should be a finite number, got nan"),
     ]

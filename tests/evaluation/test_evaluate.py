@@ -211,6 +211,7 @@ def test_invalid_arguments(data: Path, capsys: pytest.CaptureFixture[str]) -> No
         (["--task", "STS12", "--limit", "5"], "--limit only cuts datasets of --data"),
         (["--data", "DATA", "--task", "sts/part9"], "sts/part9"),
         (["--data", "nowhere"], "nowhere"),
+        (["--data", "DATA", "--dimensions", "64,257"], "small-encoder 257: dimensions and precisions are for dense"),
         (["--data", "DATA", "--reference", "gpt"], "Unknown model 'gpt'. Available: 'small-encoder'"),
     ]
     for words, said in cases:

@@ -17,8 +17,9 @@ from sklearn.metrics import average_precision_score
 
 mteb = pytest.importorskip("mteb")
 
-from mote import upcycle  # noqa: E402
-from mote.evaluation.tasks import load_tasks  # noqa: E402
+from mote import evaluate, upcycle  # noqa: E402
+from mote.evaluation.evaluate import _further_scores  # noqa: E402
+from mote.evaluation.tasks import choose_tasks, load_tasks  # noqa: E402
 
 EXAMPLES = ROOT / "examples" / "data"
 TYPES = {  # set of the examples → its name and type in mteb, and its main score
@@ -84,15 +85,20 @@ def reranking(embed: Embed) -> float:
     return float(np.mean(precisions))
 
 
-def retrieval(embed: Embed) -> float:
+def retrieval(embed: Embed, hits: list[list[bool]] | None = None, unit: bool = True) -> float:
     corpus, queries = (read(f"beir/arxiv/{part}.jsonl.gz") for part in ("corpus", "queries"))
     lines = (EXAMPLES / "beir/arxiv/qrels/test.tsv").read_text().splitlines()[1:]
     judged = {tuple(line.split("\t")[:2]): int(line.split("\t")[2]) for line in lines}
-    documents = embed([row["text"] for row in corpus])
+    documents, asked_for = embed([row["text"] for row in corpus]), embed([row["text"] for row in queries])
+    if not unit:
+        documents, asked_for = (part / np.linalg.norm(part, axis=1, keepdims=True) for part in (documents, asked_for))
     gains = []
-    for query in queries:
-        ranking = np.argsort(-(documents @ embed([query["text"]])[0]))[:10]
+    for query, vector in zip(queries, asked_for, strict=True):
+        scores = (documents @ vector).round(5).tolist()  # trec_eval ranks equal ones by their ids, the last one first
+        ranking = sorted(range(len(corpus)), key=lambda index: (scores[index], corpus[index]["_id"]), reverse=True)[:10]
         grades = [judged.get((query["_id"], corpus[index]["_id"]), 0) for index in ranking]
+        if hits is not None:
+            hits.append([grade > 0 for grade in grades])
         best = sorted((grade for (asked, _), grade in judged.items() if asked == query["_id"]), reverse=True)[:10]
         gains.append(discounted(grades) / discounted(best))
     return float(np.mean(gains))
@@ -123,6 +129,46 @@ WITHOUT_MTEB = {
 def test_scores_are_those_worked_out_without_mteb(path: str, encoder: SentenceTransformer) -> None:
     (task,) = load_tasks(EXAMPLES, [path])
     assert score(encoder, task) == pytest.approx(WITHOUT_MTEB[path](encoder.encode), abs=1e-5)
+
+
+QUANTISED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "": lambda vectors: vectors,
+    " binary": lambda vectors: np.where(vectors > 0, 1.0, 0.0),
+    " int8": lambda vectors: np.floor((vectors - vectors.min(0)) / (np.ptp(vectors, axis=0) / 255)) - 128,
+}
+
+
+@pytest.mark.long
+def test_truncated_and_quantised_vectors_score_as_worked_out(encoder: SentenceTransformer, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"data": EXAMPLES, "tasks": ["beir/arxiv"], "out": tmp_path}
+    scores = evaluate({"m": str(SMALL_ENCODER)}, dimensions=[48], precisions=["float32", "int8", "binary"], **settings)
+    assert set(scores.models) == {"m 48", "m 48 int8", "m 48 binary"}
+    for name, quantise in QUANTISED.items():
+        hits: list[list[bool]] = []
+        ours = retrieval(lambda texts, quantise=quantise: quantise(encoder.encode(texts)[:, :48]), hits, unit=False)
+        first = [1 / (row.index(True) + 1) if True in row else 0 for row in hits]
+        expected = 100 * np.array([ours, np.mean(first)])
+        further = scores.further[f"m 48{name}"]["beir-arxiv"]
+        assert [scores.scores[f"m 48{name}"]["beir-arxiv"], further["mrr_at_10"]] == pytest.approx(expected, abs=0.02)
+        assert further["recall_at_10"] == pytest.approx(100 * np.mean(hits, axis=1).sum() * 10 / len(hits), abs=0.02)
+    assert "recall_at_100" in (tmp_path / "scores.md").read_text()
+    whole, short = (evaluate({"m": str(SMALL_ENCODER)}, max_length=length, **settings) for length in (None, 8))
+    assert len({*whole.scores["m"].values(), *short.scores["m"].values(), *scores.scores["m 48"].values()}) == 3
+
+
+def test_each_language_has_its_score() -> None:
+    task = mteb.get_task("STS17", hf_subsets=["en-de", "ko-ko"])
+    scores = {"test": {name: {"main_score": score} for name, score in (("en-de", 0.5), ("ko-ko", 0.7))}}
+    result = mteb.TaskResult.from_task_results(task, scores, evaluation_time=1)
+    assert _further_scores(result, task) == {"en-de": 50.0, "ko-ko": 70.0}
+
+
+def test_benchmarks_by_the_names_that_people_say() -> None:
+    names = {"MIRACL": "MIRACLRetrieval", "beir": "TRECCOVID", "BRIGHT": "BrightRetrieval", "MTEB(eng, v2)": "BIOSSES"}
+    for name, expected in names.items():
+        assert expected in {task.metadata.name for task in choose_tasks(name, None)}
+    with pytest.raises(ValueError, match=r"Unknown benchmark of MTEB: 'BEIRR'\. Did you mean 'BEIR'\?"):
+        choose_tasks("BEIRR", None)
 
 
 EXPERTS = {"Clustering": {"clustering"}, "Retrieval": {"search_query", "search_document"}}

@@ -7,14 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from helpers.checkpoints import dense_checkpoint
 from helpers.processes import run_python
+from helpers.rows import write_rows
 from hub.hub_server import HubServer
 from safetensors.torch import load_file, save_file
+from scipy.special import log_softmax, softmax
 from sentence_transformers import SentenceTransformer
 
 from mote.training import teachers
 from mote.training.data import load_data
+from mote.training.losses import build_loss
 from mote.training.recipe import Recipe, TeacherSettings
 from mote.training.teachers import TeacherEmbeddings
 
@@ -190,3 +194,36 @@ def test_labels_are_the_embeddings_of_the_texts(row: str, teacher: Path, tmp_pat
         expected = np.stack([expected, model.encode(training_set.rows["positive"][:])], axis=1)
     assert training_set.rows.column_names == ["anchor", *["positive"] * ("positive" in row), "label"]
     assert np.allclose(training_set.rows["label"][:], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", ["MarginMSELoss", "DistillKLDivLoss"])
+def test_losses_learn_a_teachers_scores(loss: str, teacher: Path, tmp_path: Path) -> None:
+    """Also those of several positives, and of the negatives that are left."""
+    rows = [
+        {"query": TEXTS[0], "pos": TEXTS[1:3], "neg": [TEXTS[3], TEXTS[2], TEXTS[4]], "scores": [5, 4, 3, 4, 1]},
+        {"query": TEXTS[5], "pos": [TEXTS[6]], "neg": [TEXTS[7], TEXTS[8]], "scores": [2, -2, -3]},
+    ]
+    write_rows(tmp_path / "train.jsonl", rows)
+    temperatures = {"student_temperature": 0.5, "teacher_temperature": 2.0}
+    task = {"anchor": "a", "datasets": ["train.jsonl"], "loss": loss}
+    task |= {"loss_arguments": temperatures} if loss == "DistillKLDivLoss" else {}
+    data = {"folder": str(tmp_path)}
+    found = Recipe.model_validate({"model": {"source": "none"}, "tasks": {"t": task}, "data": data})
+    (training_set,) = load_data(found).sets.values()
+    columns = [training_set.rows[name][:] for name in ("anchor", "positive", "negative_1", "negative_2")]
+    scores = np.array(training_set.rows["label"][:])
+    assert sorted(scores.tolist()) == [[2, -2, -3], [4, 3, 1], [5, 3, 1]]
+    assert [row.index(TEXTS[4]) for row in zip(*columns, strict=True) if TEXTS[4] in row] == [3, 3]
+
+    model = SentenceTransformer(str(teacher), device="cpu")
+    query, *documents = map(model.encode, columns)
+    student = np.stack([(query * document).sum(axis=1) for document in documents], axis=1)
+    margins = (student[:, :1] - student[:, 1:]) - (scores[:, :1] - scores[:, 1:])
+    target = softmax(scores / 2, axis=1)
+    divergence = (target * (np.log(target) - log_softmax(student / 0.5, axis=1))).sum(axis=1).mean() * 0.5**2
+    value = build_loss(model, training_set, found)([model.preprocess(texts) for texts in columns], torch.tensor(scores))
+    assert value.item() == pytest.approx((margins**2).mean() if loss == "MarginMSELoss" else divergence, rel=1e-4)
+
+    write_rows(tmp_path / "train.jsonl", [{key: row[key] for key in ("query", "pos", "neg")} for row in rows])
+    with pytest.raises(ValueError, match=f"{loss} takes pairs with hard negatives and a teacher's `scores`"):
+        load_data(found)

@@ -46,6 +46,7 @@ GROUPS = {
     },
     "Data and other models": {
         "mine": ("corpora", "retrieval/faq --data DATA --model MODEL --out MINED"),
+        "generate": ("corpora", "corpus.jsonl --model MODEL --out DATA/retrieval/faq"),
         "filter": ("corpora", "retrieval/faq --data DATA --model MODEL --out FILTERED"),
         "pretrain": ("pretraining", "mlm data.folder=DATA model.source=MODEL output=OUT"),
         "lengthen": ("pretraining", "MODEL --length 2048 --out LONGER"),
@@ -75,6 +76,7 @@ VERBS = {
     "serve": Verb("serving:serve", "Serve a MoTE over HTTP, with OpenAI's embeddings API.", "serve"),
     "embed": Verb("corpora.embed:embed_corpus", "Embed a corpus into sharded parquet files.", "corpora"),
     "mine": Verb("corpora.mining:mine_negatives", "Mine hard negatives for datasets of pairs.", "corpora"),
+    "generate": Verb("corpora.generating:generate_queries", "Write queries for documents.", "corpora"),
     "filter": Verb("corpora.mining:filter_pairs", "Drop pairs that a model refutes, or rows of test sets.", "corpora"),
     "average": Verb("experts:average", "Average the experts into a dense model."),
     "interpolate": Verb("experts:interpolate", "Move experts towards their mean."),

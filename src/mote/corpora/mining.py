@@ -9,12 +9,14 @@ Equation 5). A pair stays if its document is among the two nearest to its query,
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mote.checkpoints.hashing import folder_hash
 from mote.corpora.embed import read_texts
 from mote.corpora.options import EmbedOptions, FilterOptions, MineOptions
 from mote.corpora.overlap import without_tests
@@ -23,6 +25,7 @@ from mote.corpora.runs import map_blocks, run_datasets
 from mote.data.ranking import Ranker, best
 from mote.data.rows import Location
 from mote.data.test_sets import texts_of_tests
+from mote.hub import commit_of
 
 
 def mine_negatives(
@@ -30,6 +33,7 @@ def mine_negatives(
 ) -> Path:
     """Copy datasets of pairs, adding mined negatives in the columns `negative_1`, `negative_2` and so on.
 
+    With a cross-encoder, the column `scores` has its scores of the row's positives, then of its negatives.
     The same call resumes an interrupted run. Each dataset is mined separately, with its texts and embeddings in memory.
 
     Args:
@@ -52,6 +56,15 @@ def mine_negatives(
     texts = read_texts(chosen.corpus, EmbedOptions(split=chosen.split)) if chosen.corpus else ()
     corpus = [text.text for text in texts]
     identity = {"command": "mine", **chosen.own(), "corpus": hashlib.sha256(json.dumps(corpus).encode()).hexdigest()}
+    commit = commit_of(chosen.scores) if chosen.scores else None
+    identity["scores"] = chosen.scores and (commit or folder_hash(Path(chosen.scores)))
+
+    @cache
+    def cross_encoder() -> Any:
+        from sentence_transformers import CrossEncoder
+
+        settings: Any = {"max_length": chosen.max_length, "model_kwargs": {"dtype": chosen.model_dtype or "auto"}}
+        return CrossEncoder(chosen.scores, revision=commit, trust_remote_code=chosen.trust_remote_code, **settings)
 
     def process(location: Location[Any], work: Path, make_ranker: Callable[[PairTexts, Path], Ranker]) -> Any:
         dataset = read_pairs(location, corpus)
@@ -59,7 +72,11 @@ def mine_negatives(
             raise ValueError(f"{location.name} already has negatives, and no others can be added")
         mine = partial(mine_rows, dataset.texts, make_ranker(dataset.texts, work), chosen)
         mined = map_blocks(work, len(dataset.rows), mine, location.name)
-        return _with_negatives(dataset, mined["documents"]), _statistics(mined)
+        scores = None
+        if chosen.scores:
+            score = partial(_cross_scores, dataset.texts, mined["documents"], cross_encoder, chosen)
+            scores = map_blocks(work / "scores", len(dataset.rows), score, location.name)["scores"]
+        return _with_negatives(dataset, mined["documents"], scores), _statistics(mined)
 
     return run_datasets(datasets, out, str(model), chosen, identity, process)
 
@@ -98,10 +115,26 @@ def _limit(options: MineOptions, positive: float) -> float:
     return limit
 
 
-def _with_negatives(dataset: PairDataset, documents: np.ndarray) -> Iterator[dict[str, Any]]:
-    for row, places in zip(dataset.rows, documents.tolist(), strict=True):
-        negatives = (dataset.texts.documents[place] for place in places if place >= 0)
-        yield {**row, **{f"negative_{number}": text for number, text in enumerate(negatives, start=1)}}
+def _cross_scores(
+    texts: PairTexts, mined: np.ndarray, cross_encoder: Callable[[], Any], options: MineOptions, rows: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Score the positives, then the mined negatives [R, N] of one row after another."""
+    pairs = [
+        (texts.queries[texts.anchors[row]], texts.documents[place])
+        for row in rows.tolist()
+        for place in (*texts.positives[row], *mined[row].tolist())
+        if place >= 0
+    ]
+    settings: dict[str, Any] = {"batch_size": options.batch_size, "device": options.device}
+    return {"scores": cross_encoder().predict(pairs, show_progress_bar=False, **settings).reshape(len(pairs))}
+
+
+def _with_negatives(dataset: PairDataset, documents: np.ndarray, scores: np.ndarray | None) -> Iterator[dict[str, Any]]:
+    left = iter(() if scores is None else scores.tolist())
+    for row, positives, places in zip(dataset.rows, dataset.texts.positives, documents.tolist(), strict=True):
+        negatives = [dataset.texts.documents[place] for place in places if place >= 0]
+        own = {} if scores is None else {"scores": [*islice(left, len(positives) + len(negatives))]}
+        yield {**row, **{f"negative_{number}": text for number, text in enumerate(negatives, start=1)}, **own}
 
 
 def _statistics(mined: dict[str, np.ndarray]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Options of `mote embed`, `mine` and `filter`, each declared once. Imports neither torch nor transformers."""
+"""Options of the commands on corpora, each declared once. Imports neither torch nor transformers."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,17 +9,12 @@ from pydantic import Field, PositiveInt
 from mote.settings import Settings
 
 
-class CorpusOptions(Settings):
-    """What all three commands have in common: how a model embeds, and which split is read.
+class ModelOptions(Settings):
+    """What all commands have in common: which model, and which split is read.
 
     Attributes:
         batch_size: Texts per batch.
-        max_length: Maximum length of a text in tokens. Default: the model's.
         model_dtype: Dtype of the weights, and so of the computation. Default: the stored one.
-        dimensions: Number of dimensions to keep. Default: all.
-        device: Device, or several, each with a process of its own. Default: the best available.
-        engine: `local` for this machine, or `ray` for a cluster through Ray Data, which chooses the devices.
-        workers: Number of Ray workers. Default: one per GPU, or one per node if there are none.
         revision: Branch, tag or commit of a model on the Hub.
         trust_remote_code: Whether to run the code in the model's repository.
         split: Split of folders and datasets on the Hub.
@@ -28,12 +23,7 @@ class CorpusOptions(Settings):
     """
 
     batch_size: PositiveInt = 32
-    max_length: PositiveInt | None = None
     model_dtype: Literal["float32", "float16", "bfloat16"] | None = None
-    dimensions: PositiveInt | None = None
-    device: str | list[str] | None = None
-    engine: Literal["local", "ray"] = "local"
-    workers: PositiveInt | None = None
     revision: str | None = None
     trust_remote_code: bool = False
     split: str = "train"
@@ -43,6 +33,24 @@ class CorpusOptions(Settings):
     def own(self) -> dict[str, Any]:
         """Return the fields of a verb's own class, which determine its result, beside model and texts."""
         return {name: getattr(self, name) for name in type(self).__annotations__}
+
+
+class CorpusOptions(ModelOptions):
+    """How a model embeds.
+
+    Attributes:
+        max_length: Maximum length of a text in tokens. Default: the model's.
+        dimensions: Number of dimensions to keep. Default: all.
+        device: Device, or several, each with a process of its own. Default: the best available.
+        engine: `local` for this machine, or `ray` for a cluster through Ray Data, which chooses the devices.
+        workers: Number of Ray workers. Default: one per GPU, or one per node if there are none.
+    """
+
+    max_length: PositiveInt | None = None
+    dimensions: PositiveInt | None = None
+    device: str | list[str] | None = None
+    engine: Literal["local", "ray"] = "local"
+    workers: PositiveInt | None = None
 
     def conflicts(self) -> Iterator[str]:
         """Name options of the other engine."""
@@ -107,6 +115,8 @@ class MineOptions(PairOptions):
             such condition.
         absolute_margin: Minimum gap between the scores of positive and negative. Default: no such condition.
         sampling: Which accepted candidates to take: the best-ranked (`top`), or random ones.
+        scores: Cross-encoder that scores the positives and negatives, for losses that learn its scores: a folder, or an
+            id on the Hub. Default: no scores are written.
         seed: Random seed; candidates are drawn for each row independently.
     """
 
@@ -117,6 +127,7 @@ class MineOptions(PairOptions):
     relative_margin: float | None = 0.05
     absolute_margin: float | None = Field(default=None, ge=0)
     sampling: Literal["top", "random"] = "top"
+    scores: str | None = None
     seed: int = 42
 
 
@@ -135,3 +146,26 @@ class FilterOptions(PairOptions):
     shard_size: PositiveInt = 1_000_000
     against: Path | None = None
     threshold: float = Field(default=0.9, gt=0, le=1)
+
+
+class GenerateOptions(ModelOptions):
+    """Options of `generate_queries` and `mote generate`.
+
+    Attributes:
+        queries: Number of queries per document; equal ones count once.
+        prompt: What the model reads, with `{document}` for the text. Default: the text alone for a sequence-to-sequence
+            model, a request for a query for a causal one.
+        max_length: Maximum length of a document in tokens.
+        max_new_tokens: Maximum length of a query in tokens.
+        top_k: Number of the most likely tokens among which each is drawn; 1 takes the most likely one.
+        seed: Random seed.
+        device: Device. Default: the best available.
+    """
+
+    queries: PositiveInt = 1
+    prompt: str | None = None
+    max_length: PositiveInt = 512
+    max_new_tokens: PositiveInt = 64
+    top_k: PositiveInt = 10
+    seed: int = 42
+    device: str | None = None

@@ -90,13 +90,13 @@ def _report(entries: Sequence[Details]) -> str:
 
 
 def map_blocks(
-    work: Path, rows: int, compute: Callable[[np.ndarray], dict[str, np.ndarray]], label: str
+    work: Path, rows: int, compute: Callable[[np.ndarray], dict[str, np.ndarray]], label: str, size: int | None = None
 ) -> dict[str, np.ndarray]:
     """Compute arrays by name for all rows of a dataset, block by block; finished blocks survive a kill."""
-    blocks = []
+    blocks, size = [], size or BLOCK
     with tqdm(total=rows, desc=label, unit=" rows", disable=None) as bar:
-        for start in range(0, rows, BLOCK):
-            file, part = work / f"block-{start:09}.npz", np.arange(start, min(start + BLOCK, rows))
+        for start in range(0, rows, size):
+            file, part = work / f"block-{start:09}.npz", np.arange(start, min(start + size, rows))
             if not file.is_file():
                 with replaced(file) as unfinished:
                     np.savez(unfinished, **compute(part))  # type: ignore[arg-type]  # its keyword arguments are arrays

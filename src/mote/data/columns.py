@@ -1,7 +1,7 @@
 """What the columns of a dataset mean, and what its rows must hold."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -26,6 +26,7 @@ POSITIVES = ("positive", "document", "answer", "passage", "sentence2", "sentence
 ALIKE = ("sentence1", "sentence_1", "text1", "premise")
 NEGATIVES = re.compile(r"neg|negatives?|negative_?(\d+)")
 TEXTS = ("text", "sentence")
+OF_TEACHER = (("scores",), ("pos_scores", "neg_scores"))
 SCORES = ("score", "similarity", "similarity_score", "label")
 
 SHOWN_ERRORS = 5
@@ -39,6 +40,7 @@ TEXT_LIST = TypeAdapter[Any](Annotated[list[_Text], Field(min_length=1)])
 LABEL = TypeAdapter[Any](_Text | int)
 LABELS = TypeAdapter[Any](Annotated[list[_Text | int], Field(min_length=1)])
 NUMBER = TypeAdapter[Any](FiniteFloat)
+NUMBERS = TypeAdapter[Any](list[FiniteFloat])
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Columns:
     """What the rows of a dataset hold, and in which columns."""
 
     row_type: RowType
-    names: dict[str, tuple[str, ...]]  # anchor (or a single text), positive, negative, label → the dataset's columns
+    names: dict[str, tuple[str, ...]]  # anchor (or a single text), positive, negative, scores, label → columns
 
     @property
     def teaches(self) -> Literal["search", "labels", "similarity"]:
@@ -61,13 +63,14 @@ class Columns:
 
 
 class Example(NamedTuple):
-    """A valid row: its texts, and its label or score."""
+    """A valid row: its texts, and its label or score, or a teacher's scores of the positives and negatives."""
 
     anchor: str
     positives: tuple[str, ...] = ()
     negatives: tuple[str, ...] = ()
     label: str | float | None = None
     further_labels: tuple[str, ...] = ()  # of a text with several, of which `label` is the first
+    scores: Mapping[str, float] = {}
 
 
 def find_columns(
@@ -101,7 +104,9 @@ def _by_usual_names(given: dict[str, list[str]]) -> Columns | None:
     matches = sorted(filter(None, map(NEGATIVES.fullmatch, given)), key=lambda match: int(match[1] or 0))
     anchor, positive, text = found(ANCHORS), found(POSITIVES), found(TEXTS)
     pair, negative = {"anchor": anchor, "positive": positive}, found(tuple(match[0] for match in matches))
+    scores = next(filter(None, map(found, OF_TEACHER)), ())
     layouts: list[tuple[RowType, dict[str, tuple[str, ...]]]] = [
+        ("pairs", {**pair, "negative": negative, "scores": scores}),
         ("pairs", {**pair, "negative": negative}),
         ("scored", {**pair, "label": found(SCORES)}),
         ("pairs", pair),
@@ -164,7 +169,11 @@ def check_row(row: dict[str, Any], columns: Columns) -> Example:
         return Example(anchor, (check_value(row, names["positive"], TEXT),), label=score)
     # A row may have fewer negatives than others.
     negatives = [_texts(row, name) for name in columns.names.get("negative", ()) if row.get(name) not in (None, [])]
-    return Example(anchor, _texts(row, names["positive"]), tuple(chain.from_iterable(negatives)))
+    texts = (positives := _texts(row, names["positive"])) + tuple(chain.from_iterable(negatives))
+    scores = [score for name in columns.names.get("scores", ()) for score in check_value(row, name, NUMBERS)]
+    if scores and len(scores) != len(texts):
+        raise ValueError(f"there are {len(scores)} scores for {len(texts)} positives and negatives")
+    return Example(anchor, positives, texts[len(positives) :], scores=dict(zip(texts, scores, strict=False)))
 
 
 def _texts(row: dict[str, Any], column: str) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from pydantic import model_validator
 from mote.settings import Settings
 
 # Our names of columns, which are among their usual names.
-ColumnName = Literal["anchor", "positive", "negative", "text", "label", "sentence1", "sentence2", "score"]
+ColumnName = Literal["anchor", "positive", "negative", "scores", "text", "label", "sentence1", "sentence2", "score"]
 
 
 class DatasetSource(Settings):
@@ -21,8 +21,8 @@ class DatasetSource(Settings):
         subset: Configuration of a dataset on the Hub.
         revision: Branch, tag or commit of a dataset on the Hub.
         columns: Our name of a column → its name in the file. Ours are `anchor`, `positive`, `negative` (one name or a
-            list), or `text` and `label`, or `sentence1`, `sentence2` and `score`. Default: recognised by their usual
-            names.
+            list) and `scores`, or `text` and `label`, or `sentence1`, `sentence2` and `score`. Default: recognised by
+            their usual names.
         exclude: Names of datasets to skip among those that a pattern matches.
     """
 

@@ -19,10 +19,11 @@ from huggingface_hub import cached_assets_path
 from mteb.abstasks import AbsTask, AbsTaskRetrieval
 from mteb.models import ModelMeta
 from mteb.results import TaskResult
+from mteb.types import OutputDType
 
 from mote.checkpoints.definitions import instruction_with
 from mote.evaluation.cache import Cache, CacheError, with_subtasks
-from mote.evaluation.models import EvaluatedModel, experts_of, own_task
+from mote.evaluation.models import EvaluatedModel, Quantized, experts_of, own_task
 from mote.evaluation.options import EvaluateOptions
 from mote.evaluation.scores import Evaluation
 from mote.evaluation.tasks import choose_tasks, matching
@@ -31,6 +32,7 @@ from mote.inference.loading import first_line
 from mote.remote.configuration_mote import require_known
 from mote.reporting import label_models, quieted
 
+FURTHER = ("mrr_at_10", "recall_at_10", "recall_at_100")  # beside nDCG@10, what papers on retrieval compare
 LIBRARIES = ("mteb", "sentence_transformers", "transformers", "datasets")  # one line for each dataset is enough
 
 logger = logging.getLogger(__name__)
@@ -72,7 +74,13 @@ def evaluate(
         }
         for name in options.experts:
             require_known(name, sorted(known), "dataset")
-        found = [EvaluatedModel(label, path, commit_of(path), options) for label, path in label_models(models).items()]
+        found = [
+            EvaluatedModel(name, path, commit, options, dimensions, None if precision == "float32" else precision)
+            for name, path in label_models(models).items()
+            for commit in [commit_of(path)]
+            for dimensions in options.dimensions or [None]
+            for precision in options.precisions or [None]
+        ]
         evaluation = Evaluation(
             scores={model.label: {} for model in found},
             types={task.metadata.name: str(task.metadata.type) for task in tasks},
@@ -151,6 +159,7 @@ class _Scorer:
                     made_by = f" by {experts}"
                 outcome = f"{score:.2f}{made_by}, {result.evaluation_time or 0.0:.1f} s{' (cached)' if cached else ''}"
                 self.evaluation.scores[model.label][name] = score
+                self.evaluation.further.setdefault(model.label, {})[name] = _further_scores(result, task)
                 versions = self.evaluation.settings["mteb"]  # cached scores may be another's
                 if result.mteb_version not in versions:
                     versions.append(result.mteb_version)
@@ -168,6 +177,7 @@ class _Scorer:
 
     def _compute(self, model: EvaluatedModel, encoder: Any, task: AbsTask) -> TaskResult:
         meta = self._meta(model, task)
+        scored = Quantized(encoder, OutputDType(model.precision)) if model.precision else encoder
         key = meta.model_dump(include={"name", "revision", "experiment_kwargs"})
         encoder.mteb_model_meta = encoder.mteb_model_meta.model_copy(update=key)
         encoder.longer = 0
@@ -177,7 +187,7 @@ class _Scorer:
             # The bars of some libraries cannot be turned off.
             with Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere):
                 mteb.evaluate(
-                    encoder,
+                    scored,
                     task,
                     cache=self.cache,
                     encode_kwargs=encode_kwargs,
@@ -209,6 +219,17 @@ def _main_score(result: TaskResult, task: AbsTask) -> float:
     if not np.isfinite(score):
         raise ValueError(f"the score is {score}: are all embeddings of the model equal?")
     return score
+
+
+def _further_scores(result: TaskResult, task: AbsTask) -> dict[str, float]:
+    """The other scores of retrieval, and the main score of each subset, such as a language, if there are several."""
+    splits = result.validate_and_filter_scores(task).scores.values()
+    rows: list[dict[str, Any]] = [dict(row) for split in splits for row in split]
+    found = {name: [row[name] for row in rows if name in row] for name in FURTHER if name != task.metadata.main_score}
+    subsets = dict.fromkeys(row["hf_subset"] for row in rows)
+    if len(subsets) > 1:
+        found |= {name: [row["main_score"] for row in rows if row["hf_subset"] == name] for name in subsets}
+    return {name: round(100 * float(np.mean(scores)), 4) for name, scores in found.items() if scores}
 
 
 def _instructions(options: EvaluateOptions, names: Sequence[str]) -> dict[str, str]:

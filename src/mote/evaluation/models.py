@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mteb.models import ModelMeta, SentenceTransformerEncoderWrapper, SparseEncoderWrapper
+from mteb.models import CompressionWrapper, ModelMeta, SentenceTransformerEncoderWrapper, SparseEncoderWrapper
 from sentence_transformers import SparseEncoder
 
 from mote.checkpoints.hashing import folder_hash
@@ -28,7 +28,7 @@ class _Evaluated:
     longer = 0  # number of texts of a dataset that the model does not read to their end
 
     def encode(self, *args: Any, task_metadata: Any, prompt_type: Any = None, **kwargs: Any) -> Any:
-        """Embed texts; `ValueError` if an embedding is not finite, which retrieval would count as a score of 0."""
+        """Embed texts; `ValueError` if an embedding is not finite."""
         wrapper: Any = self  # of the other base class
         texts = (text for batch in args[0] for text in batch.get("text", ()))
         self.longer += count_longer(texts, wrapper.model.tokenizer, wrapper.model.max_seq_length)
@@ -46,11 +46,16 @@ class _Evaluated:
         if isinstance(embeddings, torch.Tensor):
             # As Sentence-Transformers does where it gives arrays.
             embeddings = embeddings.float()
-        sparse = isinstance(embeddings, torch.Tensor) and embeddings.is_sparse
-        values = torch.as_tensor(embeddings.coalesce().values() if sparse else embeddings)
-        if not values.isfinite().all():
-            raise ValueError("the model returns embeddings that are not finite (NaN or infinite)")
-        return embeddings
+        return _finite(embeddings)
+
+
+def _finite(embeddings: Any) -> Any:
+    """Return embeddings as they are; retrieval would count those that are not finite as a score of 0."""
+    sparse = isinstance(embeddings, torch.Tensor) and embeddings.is_sparse
+    values = torch.as_tensor(embeddings.coalesce().values() if sparse else embeddings)
+    if not values.isfinite().all():
+        raise ValueError("the model returns embeddings that are not finite (NaN or infinite)")
+    return embeddings
 
 
 def own_task(config: MoTEConfig, metadata: Any, chosen: Mapping[str, str]) -> str | None:
@@ -87,14 +92,29 @@ class SparseVectorEncoder(_Evaluated, SparseEncoderWrapper):
     """mteb's wrapper of a `SparseEncoder`."""
 
 
+class Quantized(CompressionWrapper):
+    """mteb's wrapper that quantises the embeddings of each call; a dimension without any range becomes NaN in int8."""
+
+    def encode(self, *args: Any, **kwargs: Any) -> Any:
+        """Embed and quantise texts; `ValueError` if a value is not finite."""
+        return _finite(super().encode(*args, **kwargs))
+
+
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """A model to evaluate: a folder, or an id on the Hub with its commit."""
+    """A model to evaluate: a folder, or an id on the Hub with its commit; and what its vectors become."""
 
-    label: str
+    name: str
     path: str
     commit: str | None
     options: EvaluateOptions
+    dimensions: int | None = None
+    precision: str | None = None
+
+    @property
+    def label(self) -> str:
+        """What tables call it: its name, and what its vectors are cut or quantised to."""
+        return " ".join(str(part) for part in (self.name, self.dimensions, self.precision) if part)
 
     @cached_property
     def revision(self) -> str:
@@ -113,13 +133,25 @@ class EvaluatedModel:
 
     def meta(self, **experiment: Any) -> ModelMeta:
         """Describe the model to mteb's cache, which is laid out by name, revision and what else a score depends on."""
-        settings = {name: value for name, value in (self.settings | experiment).items() if value}
+        vectors = {"dimensions": self.dimensions, "precision": self.precision, "max_length": self.options.max_length}
+        settings = {name: value for name, value in (self.settings | vectors | experiment).items() if value}
         key = {"name": mteb_name(self.path), "revision": self.revision, "experiment_kwargs": settings or None}
         return ModelMeta.create_empty(key)
 
     def load(self, device: str | None) -> Any:
         """Load the model, on the device "meta" without its weights; `ValueError` if it does not load, or lacks some."""
-        return load_any_encoder(self.path, revision=self.commit, device=device, **self.settings)
+        model: Any = load_any_encoder(self.path, revision=self.commit, device=device, **self.settings)
+        width = 0 if isinstance(model, SparseEncoder) else model.get_embedding_dimension()
+        if (self.dimensions or self.precision) and not 0 < (self.dimensions or 1) <= width:
+            raise ValueError(
+                f"{self.label}: dimensions and precisions are for dense vectors, and at most for all of their "
+                f"dimensions, which are {width} here"
+            )
+        if self.dimensions:
+            model.truncate_dim = self.dimensions
+        if self.options.max_length is not None:
+            model.max_seq_length = self.options.max_length
+        return model
 
     def encoder(self, prompts: Mapping[str, str]) -> DenseEncoder | SparseVectorEncoder:
         """Load the model, and wrap it for mteb, with prompts, by mteb's names, in place of the model's own."""

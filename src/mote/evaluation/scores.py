@@ -41,6 +41,7 @@ class Evaluation(Report):
         experts: MoTE → dataset → its expert, or those of queries and of documents.
         settings: Settings of the evaluation, and metadata of the models.
         reference: Model that gains are computed against. Default: no gains in tables.
+        further: Model → dataset → its other scores, x 100: MRR@10 and Recall@k of retrieval, those of each language.
     """
 
     scores: Mapping[str, dict[str, float]]
@@ -50,6 +51,7 @@ class Evaluation(Report):
     experts: dict[str, dict[str, str]] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     reference: str | None = None
+    further: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.reference is not None:
@@ -135,6 +137,13 @@ class Evaluation(Report):
             rows.append([name, self.types[name], self.metrics.get(name, ""), *cells])
         return table(["dataset", "type", "score", *self.models], rows, align="lll" + "r" * len(self.models))
 
+    def further_scores(self) -> str:
+        """Scores beside the main ones: a row for each dataset and score, a column for each model; "" without any."""
+        of_models = [self.further.get(model, {}) for model in self.models]
+        names = dict.fromkeys((data, name) for data in self.datasets for one in of_models for name in one.get(data, ()))
+        rows = [[*key, *self._cells([one.get(key[0], {}).get(key[1]) for one in of_models])] for key in names]
+        return table(["dataset", "score", *self.models], rows, align="ll" + "r" * len(self.models)) if rows else ""
+
     def failed(self) -> list[str]:
         """Each failure in one line."""
         return [
@@ -156,7 +165,8 @@ class Evaluation(Report):
 
     def save(self, folder: str | Path) -> None:
         """Write scores.md, the tables, and scores.json; those of an earlier run are replaced once both are complete."""
-        texts = {"scores.md": f"{self}\n\n{self.per_dataset()}\n", "scores.json": self.to_json()}
+        tables = filter(None, (str(self), self.per_dataset(), self.further_scores()))
+        texts = {"scores.md": "\n\n".join(tables) + "\n", "scores.json": self.to_json()}
         with ExitStack() as files:
             for name, text in texts.items():
                 files.enter_context(replaced(Path(folder, name))).write_text(text, encoding="utf-8")
@@ -181,6 +191,8 @@ class Evaluation(Report):
         for name in ("mteb", "dtype", "retrieval", "instructions"):
             if found := self.settings.get(name):
                 yield f"{name}: {found if isinstance(found, str) else ', '.join(found)}"
+        if length := self.settings.get("max_length"):
+            yield f"texts cut to {length} tokens"
         if limit := self.settings.get("limit"):
             yield f"datasets cut by --limit {limit}, not comparable with scores on full datasets"
         if len(self.models) > 1:

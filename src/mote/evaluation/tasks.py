@@ -8,6 +8,7 @@ The revision of a task is a hash of the files and the limit, which distinguishes
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from mteb.abstasks.task_metadata import MetadataDatasetDict, TaskMetadata, TaskT
 
 from mote.data import test_sets
 from mote.data.test_sets import EvaluationDataset
-from mote.remote.configuration_mote import alternatives
+from mote.remote.configuration_mote import alternatives, require_known
 
 TEXTS_PER_LABEL = 20
 """Minimum number of texts per label, on average, in a clustering set when a dataset is divided into several sets."""
@@ -80,8 +81,20 @@ def choose_tasks(
             return [mteb.get_task(name) for name in dict.fromkeys(names)]
         except KeyError as error:
             raise ValueError(f"MTEB has no such task: {error.args[0].removeprefix('KeyError: ')}") from None
-    tasks = list(mteb.get_benchmark(benchmark).tasks)
+    tasks = _of_benchmark(benchmark)
     return [tasks[index] for index in matching([[task.metadata.name] for task in tasks], names)]
+
+
+def _of_benchmark(name: str) -> list[AbsTask]:
+    """Return the tasks of a benchmark, whatever the case of its name, or the set for retrieval of this name."""
+    known = {alias: each for each in mteb.get_benchmarks() for alias in (each.name, *(each.aliases or ()))}
+    for alias, each in known.items():
+        if alias.casefold() == name.casefold():
+            return list(each.tasks)
+    with suppress(KeyError):
+        return [mteb.get_task(f"{name}Retrieval")]
+    require_known(name, known, "benchmark of MTEB:")
+    return []
 
 
 def load_tasks(folder: str | Path, names: Sequence[str] = (), limit: int | None = None) -> list[AbsTask]:

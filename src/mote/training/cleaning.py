@@ -18,12 +18,12 @@ from mote.data.test_sets import in_shares
 from mote.reporting import table
 from mote.training.recipe import DatasetSettings, Recipe, ValidationSettings
 
-LabelType = Literal["pairs", "scored", "embeddings"]
+LabelType = Literal["pairs", "scored", "embeddings", "scores"]
 
 INFO_NCE = "InfoNCE"
 
-# What each loss takes as labels. Missing are the losses of Sentence-Transformers that need a teacher's scores, classes
-# of texts or pairs, corrupted texts, a guide or another loss: the labels of a recipe's data would be wrong for them.
+# What each loss takes as labels. Missing are the losses of Sentence-Transformers that need classes of texts or pairs,
+# corrupted texts, a guide or another loss: the labels of a recipe's data would be wrong for them.
 LABEL_TYPES: dict[str, LabelType] = {
     INFO_NCE: "pairs",
     "MultipleNegativesRankingLoss": "pairs",
@@ -34,6 +34,8 @@ LABEL_TYPES: dict[str, LabelType] = {
     "CosineSimilarityLoss": "scored",
     "EmbedDistillLoss": "embeddings",
     "MSELoss": "embeddings",
+    "MarginMSELoss": "scores",
+    "DistillKLDivLoss": "scores",
 }
 
 # Which rows can be turned into these labels.
@@ -41,6 +43,7 @@ ROW_TYPES: dict[LabelType, tuple[RowType, ...]] = {
     "pairs": ("pairs", "labelled", "scored"),
     "scored": ("scored",),
     "embeddings": ("pairs", "labelled", "scored", "texts"),
+    "scores": ("pairs",),
 }
 
 DEFAULT_NEGATIVES = 4  # hard negatives of a row, at most, unless the recipe sets a number
@@ -169,6 +172,11 @@ class DatasetRows:
                 f"{self.name}: {self.task.loss} takes rows of the type {' or '.join(ROW_TYPES[self.label_type])}, got "
                 f"{self.row_type}. If columns were not found, name them with `columns`"
             )
+        if self.label_type == "scores" and "scores" not in read.columns.names:
+            raise ValueError(
+                f"{self.name}: {self.task.loss} takes pairs with hard negatives and a teacher's `scores`: `mote mine "
+                "--scores` writes them"
+            )
         if self.row_type == "scored":
             self._fit_scores(read.columns.names["label"][0])
         if self.row_type == "pairs":
@@ -227,7 +235,8 @@ class DatasetRows:
                 continue
             # Each positive takes the negatives after those of the one before.
             negatives = cycle(row.negatives)
-            self.rows += [Example(row.anchor, (text,), tuple(islice(negatives, count))) for text in row.positives]
+            for text in row.positives:
+                self.rows.append(row._replace(positives=(text,), negatives=tuple(islice(negatives, count))))
 
     def _drop_repeated(self) -> None:
         """Drop rows that equal an earlier one, texts with ambiguous labels, and pairs with ambiguous scores."""

@@ -48,7 +48,8 @@ class TrainingSet:
     """Rows that are drawn into batches together: `anchor`, `positive`, `negative_1` …, `label`; only those that exist.
 
     The label holds, by its type, for `pairs`: ids of the row's texts, and of the group whose rows are not negatives of
-    each other; with parts, also the number of the row's part. `scored`: a score. `embeddings`: the teacher's.
+    each other; with parts, also the number of the row's part. `scored`: a score. `embeddings`: the teacher's. `scores`:
+    the teacher's of the positive and of each negative.
     """
 
     name: str  # of the dataset if batches are homogeneous, of the task if they are heterogeneous, else `blended`
@@ -87,7 +88,7 @@ class TrainingData:
         """Hash the texts of each training set, and labels that the data give."""
         hashes = {}
         for name, one in self.sets.items():
-            left_out = ("dataset_name",) if one.label_type == "scored" else ("label", "dataset_name")
+            left_out = ("dataset_name",) if one.label_type in ("scored", "scores") else ("label", "dataset_name")
             columns = [column for column in one.rows.column_names if column not in left_out]
             hashes[name] = content_hash(chain.from_iterable(one.rows[column] for column in columns))
         return hashes
@@ -233,6 +234,9 @@ def _table(
         label = pyarrow.nulls(len(rows)) if teacher is None else teacher.labels(columns)
     elif label_type == "scored":
         label = pyarrow.array([row.label for row in rows], pyarrow.float64())
+    elif label_type == "scores":
+        scores = [[row.scores[text] for text in (*row.positives, *row.negatives)] for row in rows]
+        label = pyarrow.array(scores, pyarrow.list_(pyarrow.float64()))
     else:
         ids = [[*map(text_id, texts)] for texts in zip(*columns.values(), groups, strict=True)]
         label = pyarrow.array(ids, pyarrow.list_(pyarrow.int64()))
