@@ -107,5 +107,5 @@ def test_adapters_that_cannot_become_experts(jina: Path, tmp_path: Path) -> None
             mote.experts.add(model, "new", open_expert(tmp_path / folder))
     with torch.no_grad():
         next(iter(model.blocks[0].shared.parameters())).add_(1e-3)
-    with pytest.raises(ValueError, match="was not made from .*jina, or what its experts share has been trained"):
+    with pytest.raises(ValueError, match=r"was not made from .*jina, or what its experts share has been trained"):
         mote.experts.add(model, "new", open_expert(jina, "retrieval_query"))

@@ -26,7 +26,7 @@ def merged_weights(adapter: Path, base: str, model: MoTEModel) -> dict[str, torc
     from peft import PeftConfig, PeftModel
 
     config = PeftConfig.from_pretrained(str(adapter), inference_mode=True)
-    dense, _ = load_dense(open_dense(base, getattr(config, "revision", None)), torch.float32)
+    dense, _ = load_dense(open_dense(base, config.revision), torch.float32)
     parts = weights_by_expert(model.config, model.state_dict())
     shared, names = parts.pop(None), next(iter(parts.values()))
 

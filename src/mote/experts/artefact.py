@@ -109,7 +109,7 @@ def open_expert(src: str | Path, name: str | None = None, revision: str | None =
             commit = folder.name  # the cache names a snapshot after its commit
         place = folder / (name or "")
         if (place / ADAPTER_CONFIG_NAME).is_file():
-            base = read_json(place / ADAPTER_CONFIG_NAME)["base_model_name_or_path"]
+            base = str(read_json(place / ADAPTER_CONFIG_NAME)["base_model_name_or_path"])
             full_name, own = f"{src}:{name}" if name else str(src), name or Path(src).name
             return AdapterArtefact(full_name, place / ADAPTER_SAFE_WEIGHTS_NAME, commit, own, [], {own: ""}, base)
     if name is not None:
@@ -136,7 +136,7 @@ def open_word(word: str) -> str | ExpertArtefact:
     Any other word, the name of an expert, is returned unchanged.
     """
     src, _, name = word.rpartition(":")
-    if word.endswith(".safetensors") or (not src and ("/" in word or Path(word).is_dir())):
+    if word.endswith(".safetensors") or (not src and ("/" in word or Path(word, ADAPTER_CONFIG_NAME).is_file())):
         return open_expert(word)
     return open_expert(src, name) if src else word
 
