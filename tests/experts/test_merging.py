@@ -1,6 +1,7 @@
 """Experts averaged into one dense model, and moved towards their mean."""
 
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
 
 import mote
+from mote.checkpoints.provenance import read_steps
+from mote.checkpoints.reading import open_mote
 from mote.cli import main
 from mote.remote.modeling_mote import MoTEModel
 
@@ -158,6 +161,31 @@ def test_sentence_transformers_embeds_as_the_mote_at_the_mean(trained_folder: Pa
         assert np.array_equal(embedded, mean.encode(TEXTS, prompt_name=expert))
         assert not np.allclose(embedded, before.encode(TEXTS, prompt_name=expert), atol=1e-3)
     assert np.array_equal(dense.encode_query(TEXTS), mean.encode_query(TEXTS))
+
+
+def test_the_mean_of_several_models(trained: Path, tmp_path: Path) -> None:
+    """With what they share; all that is not a weight is the first one's."""
+    others = [tmp_path / "second", tmp_path / "third"]
+    for seed, folder in enumerate(others):
+        torch.manual_seed(seed)
+        model = MoTEModel.from_pretrained(trained)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter))
+        shutil.copytree(trained, folder)
+        model.save_pretrained(folder)
+    assert main(["average", *map(str, [trained, *others]), "--out", str(tmp_path / "out")]) == 0
+    first, second, third, mean = (
+        MoTEModel.from_pretrained(folder).state_dict() for folder in (trained, *others, tmp_path / "out")
+    )
+    for name, found in mean.items():
+        assert torch.allclose(found, (first[name] + second[name] + third[name]) / 3, atol=1e-6), name
+    assert trusted(tmp_path / "out").prompts == trusted(trained).prompts
+    assert "made by averaging `second`, `third` and" in (tmp_path / "out" / "README.md").read_text("utf-8")
+    assert len(read_steps(tmp_path / "out")[-1]["sources"]) == 3
+    mote.transform(trained, tmp_path / "other", mote.experts.rename, "clustering", "topics")
+    with pytest.raises(ValueError, match=r"other is not a MoTE of the same shape and experts: .*clustering"):
+        mote.experts.average(mote.load(trained), [open_mote(str(tmp_path / "other"))])
 
 
 @pytest.mark.processes

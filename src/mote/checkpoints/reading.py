@@ -216,7 +216,8 @@ def _settings(src: str, folder: Path, pipeline: Pipeline) -> Any:
     if problem:
         raise ValueError(f"{src} {problem}")
     if adapters := sorted(file.parent.name for file in folder.glob("*/adapter_config.json")):
-        logger.warning("The adapters in %s are ignored: %s", src, ", ".join(adapters))
+        hint = f"`mote experts add MOTE {src}:{adapters[0]} --name NAME` makes an expert of one"
+        logger.warning("The adapters in %s are ignored: %s. %s", src, ", ".join(adapters), hint)
     return settings
 
 

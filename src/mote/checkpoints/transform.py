@@ -35,6 +35,7 @@ class Verb:
     positional: tuple[str, ...] = ()  # arguments that follow the source on the command line
     options: Mapping[str, str] | None = None  # argument → option, if their names differ
     loads: str | None = None  # argument that names the only expert to load; a dense result is then this expert
+    of_several: str | None = None  # instead of `made`, if there are other sources
     same_model: bool = False  # whether the result is the same model with other settings, which keeps its card
 
     def __call__(self, function: Function) -> Function:
@@ -86,7 +87,7 @@ def transform(
     others = _sources_in(arguments.values())
     if not in_place:
         for other in others:
-            refuse_source(target, other.file)
+            refuse_source(target, other.folder if isinstance(other, MoTECheckpoint) else other.file)
     tokenizer = load_tokenizer(source)
     experts = [expert] if expert is not None and source.config.routes_by_task else None
     model = load_mote(source, experts, with_head=True)
@@ -143,7 +144,8 @@ def _details(
     dense = not is_mote(result.config)
     details: dict[str, Any] = {"parameters": result.num_parameters()}
     if not spec.same_model:
-        made = spec.made.format(**{name: _shown(value) for name, value in arguments.items()}, config=result.config)
+        template = spec.of_several if spec.of_several and _sources_in(arguments.values()) else spec.made
+        made = template.format(**{name: _shown(value) for name, value in arguments.items()}, config=result.config)
         # Some verbs describe a dense result, but the experts are token-routed.
         details["made"] = made if dense or made.startswith("made ") else f"made of {made}"
     config = source.config if dense else result.config

@@ -90,9 +90,12 @@ def on_disk(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _opened(given: Any, annotation: Any) -> Any:
-    """Open the extracted experts among the arguments of a verb of `mote.experts`."""
+    """Open the experts and models among the arguments of a verb of `mote.experts`."""
+    from mote.checkpoints.reading import open_mote
     from mote.experts.artefact import ExpertArtefact, open_word
 
+    if get_origin(annotation) is Sequence:
+        return [open_mote(word) for word in given]
     if get_origin(annotation) is Mapping:
         return {open_word(name): float(weight) for name, weight in _pairs(given, default="1").items()}
     return open_word(given) if ExpertArtefact in _members(annotation) else given

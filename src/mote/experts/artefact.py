@@ -1,4 +1,4 @@
-"""Experts on disk: one expert's file, from a model or on its own, and the list of a model's experts.
+"""Experts on disk: one expert's file, from a model or on its own, PEFT adapters, and the list of a model's experts.
 
 An expert is useless without the attention and the embeddings that it was trained with, its base. So its file holds a
 hash of the base, and it cannot be added to a model with another one.
@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
+from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from mote import hub
 from mote.checkpoints.reading import open_mote
 from mote.checkpoints.sentence_transformers import source_prompts
 from mote.checkpoints.tensors import MappedFiles, weight_name
+from mote.experts.adapters import merged_weights
 from mote.experts.blocks import require_task_experts
 from mote.files import read_json, replaced, sha256_of
 from mote.remote.configuration_mote import MoTEConfig, require_known
@@ -73,20 +74,45 @@ class ExpertArtefact:
         return {weight_name(key, model.config).dense: weight for key, weight in load_file(self.file).items()}
 
 
+@dataclass(eq=False)
+class AdapterArtefact(ExpertArtefact):
+    """A PEFT adapter on disk, which merged into its dense model makes an expert; `base` names that model.
+
+    It has no tasks, and no instruction.
+    """
+
+    @property
+    def public_name(self) -> str:
+        """Hub id and subfolder, or the folder's name."""
+        return self.source if self.revision is not None else self.file.resolve().parent.name
+
+    def weights_for(self, model: MoTEModel) -> dict[str, torch.Tensor]:
+        """Merge the adapter into its dense model, and return what becomes an expert of a MoTE in memory."""
+        return merged_weights(self.file.parent, self.base, model)
+
+
 def open_expert(src: str | Path, name: str | None = None, revision: str | None = None) -> ExpertArtefact:
     """Open one expert; its weights are not read.
 
     Args:
-        src: A file of an expert, or a MoTE: a folder or an id on the Hub, from which only this expert is downloaded.
-        name: Name of the expert in a MoTE.
+        src: A file of an expert; a MoTE; or a PEFT adapter of the dense model that a MoTE was made from. The last two
+            are folders, or ids on the Hub, from which only this expert is downloaded.
+        name: Name of the expert in a MoTE, or of the subfolder of an adapter.
         revision: Branch, tag or commit on the Hub.
     """
     file, commit = Path(src), None
-    if name is not None:
+    if name is not None or file.suffix != ".safetensors":
         folder = hub.local_folder(src, revision)
         if folder is None:
-            folder = hub.fetch(str(src), revision, [SAFE_WEIGHTS_INDEX_NAME, CONFIG_NAME])
+            adapter = Path(name or "", "adapter_*").as_posix()
+            folder = hub.fetch(str(src), revision, [SAFE_WEIGHTS_INDEX_NAME, CONFIG_NAME, adapter])
             commit = folder.name  # the cache names a snapshot after its commit
+        place = folder / (name or "")
+        if (place / ADAPTER_CONFIG_NAME).is_file():
+            base = str(read_json(place / ADAPTER_CONFIG_NAME)["base_model_name_or_path"])
+            full_name, own = f"{src}:{name}" if name else str(src), name or Path(src).name
+            return AdapterArtefact(full_name, place / ADAPTER_SAFE_WEIGHTS_NAME, commit, own, [], {own: ""}, base)
+    if name is not None:
         index = read_index(folder) or {"experts": {}}
         require_known(name, index["experts"], f"expert with a file of its own in {src}:")
         file = folder / index["experts"][name]
@@ -105,12 +131,12 @@ def open_expert(src: str | Path, name: str | None = None, revision: str | None =
 
 
 def open_word(word: str) -> str | ExpertArtefact:
-    """Open the expert that a command-line word names: a file, or `MODEL:EXPERT`.
+    """Open the expert that a command-line word names: a file, an adapter, or `MODEL:EXPERT`.
 
     Any other word, the name of an expert, is returned unchanged.
     """
     src, _, name = word.rpartition(":")
-    if word.endswith(".safetensors"):
+    if word.endswith(".safetensors") or (not src and ("/" in word or Path(word, ADAPTER_CONFIG_NAME).is_file())):
         return open_expert(word)
     return open_expert(src, name) if src else word
 

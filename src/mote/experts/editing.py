@@ -39,8 +39,8 @@ def add(
         model: A MoTE in memory; changed in place.
         name: Name of the expert.
         start: Its initial weights: those of an expert, the `"mean"` of all experts (unless an expert has that name),
-            an extracted expert (from `open_expert`; on the command line its folder, or its id on the Hub), or the
-            weights themselves, under their names in the dense model, as `weights` returns them.
+            an extracted expert or a PEFT adapter (from `open_expert`; on the command line its place, or its id on the
+            Hub), or the weights themselves, under their names in the dense model, as `weights` returns them.
         instruction: Text in front of its inputs; or task → text, if its tasks differ. Default: the artefact's, also if
             it has none; else the config's for that task, else the paper's, else none, so that only `task=` selects the
             expert.

@@ -1,12 +1,14 @@
-"""Experts averaged into one dense model, interpolated towards their mean, or merged into a new expert."""
+"""Experts averaged into one dense model, interpolated towards their mean, or merged; and MoTEs averaged."""
 
 import copy
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from transformers import PreTrainedModel
 
+from mote.checkpoints.models import load_mote
+from mote.checkpoints.reading import MoTECheckpoint, has_head
 from mote.checkpoints.transform import Verb
 from mote.experts import editing
 from mote.experts.artefact import ExpertArtefact
@@ -16,19 +18,24 @@ from mote.remote.configuration_mote import require_known
 from mote.remote.modeling_mote import MoTEModel
 
 
-@Verb("average", "the mean of the experts of")
-def average(model: MoTEModel) -> PreTrainedModel:
-    """Average the experts into a dense native model (Expert Averaging, EA in the paper).
+@Verb("average", "the mean of the experts of", positional=("others",), of_several="made by averaging {others} and")
+def average(model: MoTEModel, others: Sequence[MoTECheckpoint] = ()) -> PreTrainedModel:
+    """Average the experts into a dense native model (Expert Averaging, EA in the paper), or several MoTEs into one.
 
-    Experts that are token-routed themselves are averaged into a token-routed model.
+    Experts that are token-routed themselves are averaged into a token-routed model. Several MoTEs are averaged weight
+    by weight (a model soup, arXiv:2203.05482): they must have been trained from one start.
 
     Args:
         model: A MoTE with all its experts; not modified.
+        others: MoTEs (from `open_mote`; on the command line folders or ids on the Hub) with the same experts.
 
     Returns:
-        A model of the backbone's architecture, without a pooler. Blocks without experts are copied.
+        A model of the backbone's architecture, without a pooler, in which blocks without experts are copied; with
+        others, a MoTE.
     """
     require_mergeable(model)
+    if others:
+        return _mean_of_models(model, others)
     experts = weights_by_expert(model.config, model.state_dict())
     shared = {name: weight.clone() for name, weight in experts.pop(None).items()}
     return native_model(model, shared | mean_of_experts([*experts.values()]), list(model.config.experts))
@@ -86,6 +93,18 @@ def merge(
     parts = [editing.weights_of(model, one) for one in experts]
     merged = mean_of_experts(parts, list(experts.values()))
     editing.add(model, name, merged, instruction=instruction, tasks=tasks)
+
+
+def _mean_of_models(model: MoTEModel, others: Sequence[MoTECheckpoint]) -> MoTEModel:
+    soup = copy.deepcopy(model)
+    states = [soup.state_dict()]
+    for other in others:
+        states.append(load_mote(other, with_head=has_head(model.config)).state_dict())
+        shapes, theirs = ({(name, one.shape) for name, one in state.items()} for state in (states[0], states[-1]))
+        if different := sorted(name for name, _ in shapes ^ theirs):
+            raise ValueError(f"{other.name} is not a MoTE of the same shape and experts: {different[0]} differs")
+    soup.load_state_dict(mean_of_experts(states))
+    return soup
 
 
 def _require_weight(valid: bool, expert: str | ExpertArtefact, weight: float, expected: str) -> None:
