@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from helpers.checkpoints import contents, dense_checkpoint, read_json, tiny_tokenizer
 from helpers.rows import read_rows, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config, T5ForConditionalGeneration, set_seed
@@ -23,7 +24,10 @@ def writer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     if request.param == "t5":
         set_seed(0)
         sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
-        T5ForConditionalGeneration(T5Config(vocab_size=60, eos_token_id=3, **sizes)).save_pretrained(folder)
+        model = T5ForConditionalGeneration(T5Config(vocab_size=60, eos_token_id=3, **sizes))
+        for parameter in model.parameters():
+            parameter.data.add_(torch.randn_like(parameter))  # else it repeats the start token
+        model.save_pretrained(folder)
         return tiny_tokenizer(folder)
     dense_checkpoint(folder, "llama", head="causal")
     if request.param == "chat":
