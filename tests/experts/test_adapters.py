@@ -61,7 +61,7 @@ def test_each_layer_computes_what_the_dense_model_with_the_adapter_does(name: st
             assert one.equal(other)
             assert difference(one, third) <= 1e-5  # of two matrices instead of their sum
             assert (difference(one, start[layer]) > 1e-3) == (layer > 0)
-    with pytest.raises(ValueError, match=rf"what the experts of the model share \({path}.* --layer-path {path}`"):
+    with pytest.raises(ValueError, match=rf"what the experts of the model share \({path}.* --shared-module '\[\]'`"):
         mote.experts.add(model, "other", open_expert(tmp_path / "every"))
     assert "other" not in model.config.tasks
 
@@ -71,12 +71,13 @@ def jina(tmp_path: Path) -> Path:
     """A dense model with an adapter for a task in a subfolder, as jina-embeddings-v3-hf is published."""
     folder = dense_checkpoint(tmp_path / "jina", "jina_embeddings_v3", sentence_transformers={"normalize": True})
     dense = AutoModel.from_pretrained(folder)
-    adapter(dense, folder / "retrieval_query", target_modules=["fc1", "fc2"])
+    adapter(dense, folder / "retrieval_query", target_modules=["fc1", "fc2", "q_proj"])
     return folder
 
 
 def test_an_adapter_in_a_subfolder(jina: Path, tmp_path: Path) -> None:
-    mote.upcycle(str(jina), tmp_path / "mote", experts=["general"])
+    words = ["--src", str(jina), "--shared-module", "[]", "--expert", "general", "--out", str(tmp_path / "mote")]
+    assert main(["upcycle", *words]) == 0
     words = ["experts", "add", str(tmp_path / "mote"), f"{jina}:retrieval_query"]
     assert main([*words, "--name", "classification", "--task", "topics", "--out", str(tmp_path / "out")]) == 0
     dense = PeftModel.from_pretrained(AutoModel.from_pretrained(jina), jina / "retrieval_query").merge_and_unload()

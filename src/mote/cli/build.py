@@ -50,8 +50,9 @@ def as_command(verb: Verb, name: str) -> Callable[..., Any]:
 
     def command(*args: Any, **kwargs: Any) -> None:
         given = signature.bind(*args, **kwargs).arguments
-        # None at all: `--no-instructions`.
+        # None at all: `--no-instructions`, `--shared-module "[]"`.
         given = {name: False if value == [] else value for name, value in given.items()}
+        given = {name: [] if value == ["[]"] else value for name, value in given.items()}
         for name, kind in classes.items():
             given[name] = _checked(kind, {field: given.pop(field) for field in kind.model_fields if field in given})
         with extra(verb.extra):

@@ -50,10 +50,8 @@ def merged_weights(adapter: Path, base: str, model: MoTEModel) -> dict[str, torc
                 changed, problem = outside, "it changes what is outside of the blocks, such as embeddings"
             elif changed:
                 problem = "it changes what the experts of the model share"
-                remedy = (
-                    ". In a MoTE whose experts share nothing within a block, it can: "
-                    f"`mote upcycle --src {base} --layer-path {blocks.removesuffix('.')}`"
-                )
+                remedy = ". Make a MoTE whose experts share nothing within a block: "
+                remedy += f"`mote upcycle --src {base} --shared-module '[]'`"
     if problem:
         shown = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
         raise ValueError(f"The adapter {adapter} cannot become an expert: {problem} ({shown}){remedy}")
