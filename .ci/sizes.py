@@ -14,30 +14,30 @@ from typing import Any
 LIBRARY = {
     "root, remote": ((":(glob)*_mote.py", "src/mote/remote/*.py"), 2910),
     "checkpoints": (("src/mote/checkpoints/*.py",), 2930),
-    "training": (("src/mote/training/*.py",), 4400),
-    "corpora": (("src/mote/corpora/*.py",), 1230),
-    "data": (("src/mote/data/*.py",), 920),
-    "evaluation, analysis": (("src/mote/evaluation/*.py", "src/mote/analysis/*.py"), 1800),
+    "training": (("src/mote/training/*.py",), 4650),
+    "corpora": (("src/mote/corpora/*.py",), 1460),
+    "data": (("src/mote/data/*.py",), 1030),
+    "evaluation, analysis": (("src/mote/evaluation/*.py", "src/mote/analysis/*.py"), 1830),
     "experts, upcycling, lengthening": (
         ("src/mote/experts/*.py", "src/mote/upcycling/*.py", "src/mote/lengthening.py"),
-        1700,
+        1740,
     ),
     "inference": (("src/mote/inference/*.py",), 900),
     "serving": (("src/mote/serving.py",), 345),
     "cli, integrations, hub, reporting": (
         ("src/mote/cli/*.py", "src/mote/integrations/*.py", "src/mote/hub.py", "src/mote/reporting.py"),
-        1010,
+        1020,
     ),
 }
 REST = 650  # files, options, and what else is in the package
-ALL = 18_750
+ALL = 19_750
 OTHERS = {
-    "tests": (("tests/*.py",), 21_200),
+    "tests": (("tests/*.py",), 21_800),
     "benchmarks, scripts": (("benchmarks/*.py", "scripts/*.py"), 2500),
-    "research": (("research/*.py",), 2700),
+    "research": (("research/*.py",), 2880),
     "examples": (("examples/*.py", ":!examples/small-mote"), 1199),  # 2,443 with the copies of remote code in it
 }
-DOCS = 26_600  # words, beside the results
+DOCS = 28_200  # words, beside the results
 RAISES = 12  # in 1,000 lines
 VALIDATION = 0.07  # of the lines of code
 
