@@ -181,7 +181,7 @@ def test_rows_of_test_sets_and_near_duplicates_are_dropped(data: Path) -> None:
     (tests / "beir/zoo/qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\nq\td7\t1\nq\td9\t0\n")
     long = "the heron stood for hours in cold shallow water near the old wooden bridge"
     write_rows(tests / "classification/birds/test.jsonl", [{"text": long, "label": "heron"}])
-    near, contains = long.replace("old ", ""), f"{long} {long.translate(str.maketrans('aeiou', 'uoiea'))}"
+    near, contains = long.replace(" old ", " "), f"{long} {long.translate(str.maketrans('aeiou', 'uoiea'))}"
     labelled = [{"text": text, "label": label} for label, text in zip("abc", (near, contains, "other"), strict=True)]
     write_rows(data / "classification/notes/train.jsonl", labelled)
     out = data.parent / "clean"

@@ -155,7 +155,15 @@ def test_invalid_settings() -> None:
         ("tasks.retrieval.datasets=[{path: a, colums: {}}]", r"unknown key 'colums'. Did you mean 'columns'"),
         ("tasks.retrieval.datasets=[{path: a, max_length: {anchor: 9, positive: -3}}]", "positive: .*than 0, got -3"),
         ("tasks.retrieval.datasets=[{path: a, columns: {ancor: q}}]", r"(?s)ancor.*'anchor', 'positive'"),
-        ("tasks.clustering.datasets=[{path: a, instruction: x}]", "the instruction of its task: make its"),
+        (
+            "tasks.clustering={loss: MSELoss, batches: heterogeneous, datasets: [{path: a, definition: x}]}",
+            "be InfoNCE",
+        ),
+        (
+            "tasks.retrieval.datasets=[{path: a, definition: x, instruction: y}]",
+            "an instruction or a definition, not both",
+        ),
+        ("tasks.retrieval.datasets=[{path: a, max_negative_score: 2}]", "is for pairs made by min_score"),
         ("training={batch_size: 1, weight_decay: x}", r"(?s)training.batch_size.*training.weight_decay"),
         ("model.kind=sparse", r"model.kind: Input should be 'mote', 'token_routed' or 'dense'"),
         ("training.batch_size", r"expected key=value"),

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,10 @@ def without_tests(
     rows, examples, _ = read_all(location)
     texts = [[*map(normalized, (one.anchor, *one.positives, *one.negatives))] for one in examples]
     others = sorted({text for own in texts for text in own} - tests.keys())
-    near = near_pairs(others, [*tests], make_ranker, work / "near", threshold)
+    near_to = partial(near_pairs, make_ranker=make_ranker, threshold=threshold)
+    near = near_to(others, [*tests], work=work / "near")
     if near:
-        back = near_pairs(
-            sorted({test for _, test in near}),
-            sorted({text for text, _ in near}),
-            make_ranker,
-            work / "back",
-            threshold,
-        )
+        back = near_to(sorted({test for _, test in near}), sorted({text for text, _ in near}), work=work / "back")
         near = {(text, test) for text, test in near if (test, text) in back}
     names = {text: tests[test] for text, test in sorted(near)}
     kept, same, found = [], 0, Counter[str]()

@@ -163,11 +163,9 @@ def find_datasets(settings: AnySettings, folder: Path) -> list[Location[AnySetti
             from huggingface_hub import hf_hub_download
 
             user, repository, file = name.split("/", 2)
-            options: Any = {"repo_type": "dataset", "revision": settings.revision}
-            file = hf_hub_download(f"{user}/{repository}", file, **options)
+            file = hf_hub_download(f"{user}/{repository}", file, repo_type="dataset", revision=settings.revision)
             return [Location(_name(folder / name, folder, split), settings, (Path(file),))]
-        # The splits of some collections are datasets.
-        parts = (name, settings.subset, None if split == "train" else split)
+        parts = (name, settings.subset, None if split == "train" else split)  # some collections have splits as datasets
         return [Location("/".join(filter(None, parts)), settings)]
     endings = TEXT_ENDINGS if path.endswith(TEXT_ENDINGS) else ENDINGS
     # A pattern may be absolute.

@@ -117,10 +117,10 @@ class DatasetReport:
     def compare(self, rows: Iterable[Example], tests: Mapping[str, str]) -> None:
         """Count the rows with a text of a test set, given normalized texts, each with the name of its set."""
         texts = (map(normalized, (row.anchor, *row.positives, *row.negatives)) for row in rows)
-        found = [names for own in texts if (names := {tests[text] for text in own if text in tests})]
+        found = [sets for own in texts if (sets := {tests[text] for text in own if text in tests})]
         self.in_tests = len(found)
         if found:
-            names = ", ".join(sorted(set().union(*found)))
+            names = ", ".join(sorted(set[str]().union(*found)))
             self.notes.append(f"{len(found):,} rows have a text of the test sets {names} (see `mote filter --against`)")
 
     def remarks(self) -> list[str]:

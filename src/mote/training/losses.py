@@ -58,10 +58,7 @@ class InfoNCELoss(CachedLossMixin, nn.Module):
         self.mini_batch_size = mini_batch_size or 0
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None) -> Tensor:
-        """Compute the loss of a batch; `labels` [B, columns + 1] hold the ids of each row's texts and of its group.
-
-        Further numbers in a row are ignored.
-        """
+        """Compute the loss of a batch; `labels` [B, columns + 1 or more] begin with the ids of texts and group."""
         features = list(sentence_features)
         if not self.mini_batch_size:
             return self.calculate_loss([[column] for column in embed_columns(self.model, features)], labels)

@@ -177,26 +177,22 @@ class TrainingRun(Run):
                 "instruction per batch. Leave instructions out of the pooling with `mote set`, which supports one per "
                 "row"
             )
-        return BlendedCollator(
-            model.preprocess,
-            router_mapping=self.arguments.router_mapping,
-            prompts=self.arguments.prompts,
-            parts={name: self._instructed(parts) for name, parts in in_parts.items()},
-            tasks=list(self.names.tasks),
-            tokenizer=model.tokenizer,
-        )
-
-    def _instructed(self, parts: list[TrainingSet]) -> list[dict[str, tuple[str | None, str | None]]]:
-        """Return, for each part, column → instruction and task of the model."""
-        settings, found = self.recipe.model, list[dict[str, tuple[str | None, str | None]]]()
-        for part in parts:
+        settings, instructed = self.recipe.model, {name: list[Any]() for name in in_parts}
+        for name, part in ((name, part) for name, parts in in_parts.items() for part in parts):
             instructions = part.instructions(self.names) if settings.instructions else {}
             tasks = part.column_tasks if settings.kind == "mote" else {}
             own = {column: (instructions.get(column), tasks.get(column)) for column in part.column_tasks}
             # The placeholder of a negative belongs to the positives' task.
-            columns = max((one.column_tasks for one in parts), key=len)
-            found.append({column: own.get(column, own["positive"]) for column in columns})
-        return found
+            columns = max((one.column_tasks for one in in_parts[name]), key=len)
+            instructed[name].append({column: own.get(column, own["positive"]) for column in columns})
+        return BlendedCollator(
+            model.preprocess,
+            router_mapping=self.arguments.router_mapping,
+            prompts=self.arguments.prompts,
+            parts=instructed,
+            tasks=list(self.names.tasks),
+            tokenizer=model.tokenizer,
+        )
 
     def _built(self, recipe: Recipe) -> tuple[Any, MoTEConfig]:
         """Build the model of a recipe, and remove the start model when all processes have read it."""
