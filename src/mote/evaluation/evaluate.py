@@ -78,8 +78,8 @@ def evaluate(
             EvaluatedModel(name, path, commit, options, dimensions, None if precision == "float32" else precision)
             for name, path in label_models(models).items()
             for commit in [commit_of(path)]
-            for dimensions in options.dimensions or [None]
-            for precision in options.precisions or [None]
+            for dimensions in tuple(options.dimensions) or (None,)
+            for precision in tuple(options.precisions) or (None,)
         ]
         evaluation = Evaluation(
             scores={model.label: {} for model in found},
