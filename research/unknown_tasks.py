@@ -11,7 +11,7 @@ import argparse
 import csv
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from sentence_transformers import SentenceTransformer
@@ -39,8 +39,8 @@ class Router:
     """A linear classifier of texts by task."""
 
     def __init__(self, model: SentenceTransformer, texts: dict[str, list[str]]) -> None:
-        self.tokenizer = model.tokenizer
-        self.table = model[0].auto_model.get_input_embeddings().weight.detach().cpu().numpy()
+        self.tokenizer, network = model.tokenizer, cast(Any, model[0]).model
+        self.table = network.get_input_embeddings().weight.detach().cpu().numpy()
         start = time.perf_counter()
         labels = [task for task, found in texts.items() for _ in found]
         vectors = self.vectors([text for found in texts.values() for text in found])
@@ -124,7 +124,7 @@ def score(similarity: np.ndarray, relevant: np.ndarray, retrieval: bool) -> floa
 def scores(args: argparse.Namespace) -> None:
     """A trained MoTE on held-out rows of its tasks, and on sets of others, by who chooses the expert."""
     encoder = Encoder(SentenceTransformer(str(args.model), trust_remote_code=True))
-    config: Any = encoder.model[0].model.config
+    config = cast(Any, encoder.model[0]).config
     own = {name: args.tasks / f"{name}.csv" for name in config.experts if (args.tasks / f"{name}.csv").exists()}
     pairs = {name for name, file in own.items() if file.read_text("utf-8-sig").startswith("query")}
     files = {name: (read_csv(file), read_csv(file.with_suffix(".test.csv"))) for name, file in own.items()}

@@ -102,11 +102,10 @@ def open_expert(src: str | Path, name: str | None = None, revision: str | None =
     """
     file, commit = Path(src), None
     if name is not None or file.suffix != ".safetensors":
-        folder = hub.local_folder(src, revision)
-        if folder is None:
-            adapter = Path(name or "", "adapter_*").as_posix()
-            folder = hub.fetch(str(src), revision, [SAFE_WEIGHTS_INDEX_NAME, CONFIG_NAME, adapter])
-            commit = folder.name  # the cache names a snapshot after its commit
+        local = hub.local_folder(src, revision)
+        adapter = Path(name or "", "adapter_*").as_posix()
+        folder = local or hub.fetch(str(src), revision, [SAFE_WEIGHTS_INDEX_NAME, CONFIG_NAME, adapter])
+        commit = None if local else folder.name  # the cache names a snapshot after its commit
         place = folder / (name or "")
         if (place / ADAPTER_CONFIG_NAME).is_file():
             base = str(read_json(place / ADAPTER_CONFIG_NAME)["base_model_name_or_path"])
