@@ -64,7 +64,7 @@ assert not {"torch", "transformers", "datasets"} & sys.modules.keys()
         ("interpolate x --weight 0.5 --weight 0.7", "'0.5': expected NAME=VALUE, each name once"),
         ("interpolate x --weight clustering=", "Invalid value for --weight"),
         ("memory x --batch-size 1.5 --length 1", "Invalid value for --batch-size"),
-        ("interpolate a b --out c", "Unused Tokens: ['b']."),
+        ("interpolate a b --weight 0.5 --out c", "Unused Tokens: ['b']."),
     ],
 )
 def test_usage_errors_have_status_2(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

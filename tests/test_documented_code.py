@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(model, folder / "user/model")
     mote.experts.extract(str(model), "legal", folder / "legal.safetensors")
     data(folder / "DATA")
+    data(folder / "TESTS")
     data(folder / "MINED", negatives=10)
     data(folder / "examples/data")
     for file in (ROOT / "examples/own-tasks").glob("*.csv"):
@@ -179,7 +181,8 @@ def link_folders(code: str) -> None:
     """Do what `ln -s "$PWD"/FOLDER/{NAME,NAME} PLACE` does."""
     for folder, names, place in re.findall(r'^ln -s "\$PWD"/(\w+)/\{([\w,]+)\} (\w+)', code, re.MULTILINE):
         for name in names.split(","):
-            (Path(place) / name).symlink_to(Path(folder).absolute() / name)
+            with suppress(FileExistsError):  # of an earlier command of the block
+                (Path(place) / name).symlink_to(Path(folder).absolute() / name)
 
 
 def runs_here(code: str) -> bool:

@@ -59,7 +59,7 @@ def test_each_layer_computes_what_the_dense_model_with_the_adapter_does(name: st
         assert len(found) == len(merged) == 3
         for layer, (one, other, third) in enumerate(zip(found, merged, unmerged, strict=True)):
             assert one.equal(other)
-            assert difference(one, third) <= 1e-5  # of two matrices instead of their sum
+            assert difference(one, third) <= 3e-5  # of two matrices instead of their sum
             assert (difference(one, start[layer]) > 1e-3) == (layer > 0)
     with pytest.raises(ValueError, match=rf"what the experts of the model share \({path}.* --shared-module '\[\]'`"):
         mote.experts.add(model, "other", open_expert(tmp_path / "every"))
