@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from mote.inference.loading import load_encoder as load_encoder
     from mote.inference.offloading import offload as offload
     from mote.inference.offloading import restore as restore
+    from mote.inference.routing import open_router as open_router
+    from mote.inference.routing import train_router as train_router
     from mote.inference.runtimes import load_exported as load_exported
     from mote.lengthening import lengthen as lengthen
     from mote.remote.configuration_mote import MoTEConfig as MoTEConfig
@@ -58,6 +60,7 @@ _NAMES = {
     "mote.experts.configuring": ["configure"],
     "mote.inference.loading": ["load", "load_encoder"],
     "mote.inference.offloading": ["offload", "restore"],
+    "mote.inference.routing": ["open_router", "train_router"],
     "mote.inference.runtimes": ["load_exported"],
     "mote.lengthening": ["lengthen"],
     "mote.remote.configuration_mote": ["MoTEConfig"],

@@ -36,6 +36,7 @@ from starlette.routing import Route
 from mote.checkpoints.hashing import folder_hash
 from mote.checkpoints.reading import open_mote
 from mote.inference.loading import load_any_encoder, weight_ids
+from mote.inference.routing import AUTO, ROUTER_FILE, Router, open_router
 from mote.reporting import label_models
 from mote.settings import Settings, alternatives
 
@@ -103,8 +104,8 @@ class Embedding(NamedTuple):
 class Embedder:
     """A `SentenceTransformer` or `SparseEncoder`, and the routing of texts."""
 
-    def __init__(self, model: Any) -> None:
-        self.model, self.config = model.eval(), model[0].config
+    def __init__(self, model: Any, router: Router | None = None) -> None:
+        self.model, self.config, self.router = model.eval(), model[0].config, router
         self.sparse = self.config.vocab_size if isinstance(model, SparseEncoder) else 0  # V
         self.tasks = list(self.config.available_tasks)
         # An instruction that is left out of the pooling is that of all rows of a batch.
@@ -118,6 +119,8 @@ class Embedder:
     def item(self, text: str, task: str | None) -> Item:
         """Route a text; raise `ValueError` if the task is unknown or missing."""
         by_task = self.config.routes_by_task
+        if task == AUTO and self.router:
+            (task,) = self.router.tasks_of([text])
         if task is not None:
             expert = self.config.expert_of(task)
             prompt = self.model.prompts.get(task, self.config.instruction_of(task))  # it may be reworded
@@ -318,7 +321,8 @@ class Service:
 def serve(model: str, options: ServeOptions) -> None:
     """Serve a MoTE over HTTP, with OpenAI's embeddings API.
 
-    Requests name a task by the field `task`, or at the end of the model's name: `NAME:TASK`. SIGINT and SIGTERM end the
+    Requests name a task by the field `task`, or at the end of the model's name: `NAME:TASK`; the task `auto` is that
+    which a router in the model's folder picks for each text (see `mote route`). SIGINT and SIGTERM end the
     service after it has answered open requests. The code in the model's folder or repository is run.
 
     Args:
@@ -333,7 +337,8 @@ def serve(model: str, options: ServeOptions) -> None:
         encoder[0].config.route_by_text &= options.route_by_text
         weights = weight_ids(source.folder) or {"base": source.revision or folder_hash(source.folder), "experts": {}}
         name = next(iter(label_models(model))).rpartition("/")[2]
-        service = Service(Embedder(encoder), options.name or name, weights, options)
+        router = open_router(encoder, source.folder) if (source.folder / ROUTER_FILE).is_file() else None
+        service = Service(Embedder(encoder, router), options.name or name, weights, options)
         limits: Any = {"timeout_graceful_shutdown": options.grace, "timeout_keep_alive": 60}
         config = uvicorn.Config(service.application(), access_log=False, log_level="warning", **limits)
         logger.info("%s at http://%s:%d/v1/embeddings", service.name, options.host, listener.getsockname()[1])

@@ -45,7 +45,7 @@ MOTE_CLASSES = {
 # Settings in config.json by which releases of Sentence-Transformers without `model_type` mark a reranker.
 _OF_RERANKERS = ("sbert_ce_default_activation_function", "sentence_transformers")
 
-FILES_BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "*.py", "README.md", "[0-9]*_*/*"]
+FILES_BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "*.py", "README.md", "router.safetensors", "[0-9]*_*/*"]
 
 
 @dataclass(eq=False)

@@ -30,6 +30,7 @@ GROUPS = {
         "push": ("tutorial", "MOTE you/mote"),
         "export": ("export", "MOTE --expert search_query --out DENSE"),
         "set": ("routing", "MOTE --default-task search_document --overwrite"),
+        "route": ("routing", "MOTE tickets=tickets.csv faq=faq.csv"),
     },
     "Experts": {
         "experts": ("experts", ""),
@@ -86,6 +87,7 @@ VERBS = {
     "memory": Verb("training.memory:estimate_memory", "Estimate the memory of training."),
     "push": Verb("checkpoints.writing:push", "Push a model to the Hub, and name the repository in its card."),
     "card": Verb("checkpoints.cards:write_card", "Rewrite a model's card."),
+    "route": Verb("inference.routing:train_router", "Train a router for texts of unknown task."),
     "experts list": Verb("experts:list_experts", "List the experts of a MoTE."),
     "experts add": Verb("experts:add", "Write a MoTE with one more expert.", "peft"),
     "experts extract": Verb("experts:extract", "Write one expert into files of its own."),

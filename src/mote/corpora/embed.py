@@ -24,6 +24,7 @@ from mote.data.rows import find_datasets, read_rows
 from mote.data.settings import DatasetSource
 from mote.files import read_json, replaced
 from mote.inference.loading import weight_ids
+from mote.inference.routing import AUTO, open_router
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -71,12 +72,17 @@ def embed_corpus(
     with closing(Encoder(str(model), chosen)) as encoder, open_record(folder, RECORD) as record:
         texts_file = folder / ".texts.arrow"  # beside the shards, where the workers of a cluster find it
         try:
-            texts, digest = write_texts(texts_file, read_texts(files, chosen))
+            read, task = read_texts(files, chosen), chosen.task
+            if task == AUTO:
+                task = None
+                router = open_router(encoder.model, encoder.source, encoder.commit)
+                read = (text._replace(task=router.tasks_of([text.text])[0]) for text in read)
+            texts, digest = write_texts(texts_file, read)
             identity = {"model": encoder.identity, "texts": {"rows": len(texts), "sha256": digest}, **chosen.own()}
             record.start({"command": "embed", **identity}, chosen.overwrite)
-            job = Job(texts, record.folder, chosen.task, chosen.prompt, chosen.dtype, chosen.shard_size)
+            job = Job(texts, record.folder, task, chosen.prompt, chosen.dtype, chosen.shard_size)
             missing = [number for number in range(len(job)) if not record.is_finished(job.file(number).name)]
-            weights = weight_ids(encoder.source, encoder.commit, [task or chosen.task for task in texts.unique("task")])
+            weights = weight_ids(encoder.source, encoder.commit, [own or task for own in texts.unique("task")])
             record.update(source=encoder.source, weights=weights, complete=not missing)
             for number in run(job, missing, encoder):
                 record.add(job.file(number).name, rows=job.rows(number), truncated=encoder.truncated)

@@ -62,7 +62,8 @@ class EmbedOptions(CorpusOptions):
     """Options of `embed_corpus` and `mote embed`.
 
     Attributes:
-        task: Task of all texts: the name of a prompt, or a task of a MoTE. Default: the model's default.
+        task: Task of all texts: the name of a prompt, or a task of a MoTE; `auto`: that which the MoTE's router
+            picks for each text (see `mote route`). Default: the model's default.
         prompt: Text to put in front of every text, in place of a task.
         task_column: Column that holds the task of each row, in place of one task for all.
         text_columns: Columns whose texts are joined by a space. Default: the one with a usual name, with `title` in
