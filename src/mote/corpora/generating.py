@@ -100,12 +100,13 @@ def _write(
     causal, chat = not model.config.is_encoder_decoder, tokenizer.chat_template is not None
     cut: Any = {"truncation": True, "max_length": options.max_length, "add_special_tokens": False}
     read: Any = {"padding": True, "add_special_tokens": not chat, "return_token_type_ids": False}
-    order = sorted(range(len(rows)), key=lambda place: len(documents[rows[place]]))
+    texts = [documents[row] for row in rows.tolist()]
+    order = sorted(range(len(texts)), key=lambda place: len(texts[place]))
     queries = np.empty((len(rows), count), dtype=object)
     torch.manual_seed(options.seed + int(rows[0]))
     for start in range(0, len(rows), options.batch_size):
         places = order[start : start + options.batch_size]
-        tokens = tokenizer([documents[rows[place]] for place in places], **cut)["input_ids"]
+        tokens = tokenizer([texts[place] for place in places], **cut)["input_ids"]
         template = options.prompt or (PROMPT if causal else "{document}")
         prompts = [template.replace("{document}", text) for text in tokenizer.batch_decode(tokens)]
         if chat:

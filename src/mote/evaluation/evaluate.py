@@ -177,7 +177,7 @@ class _Scorer:
 
     def _compute(self, model: EvaluatedModel, encoder: Any, task: AbsTask) -> TaskResult:
         meta = self._meta(model, task)
-        scored = Quantized(encoder, OutputDType(model.precision)) if model.precision else encoder
+        scored: Any = Quantized(encoder, OutputDType(model.precision)) if model.precision else encoder
         key = meta.model_dump(include={"name", "revision", "experiment_kwargs"})
         encoder.mteb_model_meta = encoder.mteb_model_meta.model_copy(update=key)
         encoder.longer = 0
