@@ -29,7 +29,9 @@ from helpers.datasets import write
 from helpers.families import make_different
 from helpers.paths import ROOT
 from helpers.rows import read_rows, write_retrieval_dataset, write_rows
+from peft import LoraConfig, get_peft_model
 from sentence_transformers import SentenceTransformer
+from transformers import AutoModel
 
 import mote
 from mote.cli import main
@@ -105,7 +107,20 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
     published_nv_embed(folder / "nvidia/NV-Embed-v2")
     model = mote.upcycle(str(folder / "MODEL"), folder / "MOTE")
     make_different(MoTEModel.from_pretrained(model)).save_pretrained(model)
-    for name in ("MY-MOTE", "my-mote", "SRC", "DIR", "A", "B", "C", "user/name", "you/model-mote", "runs/mote/model"):
+    for name in (
+        "MY-MOTE",
+        "my-mote",
+        "SRC",
+        "DIR",
+        "A",
+        "B",
+        "C",
+        "SECOND",
+        "THIRD",
+        "user/name",
+        "you/model-mote",
+        "runs/mote/model",
+    ):
         shutil.copytree(model, folder / name)
     experts = ["search_query", "search_document"]
     mote.upcycle(str(folder / "runs/mlm-dense/model"), folder / "runs/cot-mae/model", experts=experts)
@@ -114,6 +129,10 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
         mote.transform(str(model), larger, mote.experts.add, name, "search_query")
         model = larger
     shutil.copytree(model, folder / "user/model")
+    base = AutoModel.from_pretrained(folder / "MODEL", add_pooling_layer=False)
+    base.config._name_or_path = base.name_or_path = "MODEL"
+    lora = LoraConfig(target_modules=r".*\.layer\.\d+\.(intermediate|output)\.dense", init_lora_weights=False)
+    get_peft_model(base, lora).save_pretrained(folder / "user/lora")
     mote.experts.extract(str(model), "legal", folder / "legal.safetensors")
     data(folder / "DATA")
     data(folder / "TESTS")
