@@ -48,6 +48,8 @@ NOT_HERE = {  # part of a command or line → why it cannot run here
     "--push ": "writes to the Hub",
     "mote push": "writes to the Hub",
     "mote serve": "runs until it is stopped",
+    "mote route": "needs experts of these tasks",
+    "--task auto": "needs a router",
     "client.embeddings": "needs the service",
     "cuda": "needs a GPU",
     'to="cpu"': "needs a GPU",

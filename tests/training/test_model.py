@@ -125,7 +125,7 @@ def test_task_experts_that_are_token_routed(trained_hierarchical: Path, data: Pa
     assert sum(shares) == pytest.approx(2)  # steps
     changed = {key for key, weight in model.state_dict().items() if not torch.equal(weight, before[key])}
     trained = {key.split(".experts.")[1].split(".")[0] for key in changed if "router" in key}
-    assert trained == {"clustering"}  # the task of both steps
+    assert trained == {"classification"}  # the task of both steps
     ready.finish({})
     loaded = trusted(tmp_path / "run" / "model")
     assert loaded[0].model.config.model_type == "mote_hierarchical"

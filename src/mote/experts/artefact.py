@@ -101,7 +101,7 @@ def open_expert(src: str | Path, name: str | None = None, revision: str | None =
         revision: Branch, tag or commit on the Hub.
     """
     file, commit = Path(src), None
-    if name is not None or file.suffix != ".safetensors":
+    if name is not None or not (file.is_file() or file.suffix == ".safetensors"):
         local = hub.local_folder(src, revision)
         adapter = Path(name or "", "adapter_*").as_posix()
         folder = local or hub.fetch(str(src), revision, [SAFE_WEIGHTS_INDEX_NAME, CONFIG_NAME, adapter])
