@@ -188,7 +188,7 @@ def test_rows_of_test_sets_and_near_duplicates_are_dropped(data: Path) -> None:
     command = ["filter", "retrieval/animals", "classification/notes", "--model", "bm25", "--against", str(tests)]
     assert main([*command, "--data", str(data), "--out", str(out), "--threshold", "0.8"]) == 0
     kept = {row["id"] for row in read_rows(out / "retrieval/animals/train.jsonl.gz")}
-    assert {*range(40)} - kept == {0, 7}  # with the query and its answer; 9 is no answer
+    assert {*range(40)} - kept == {0, 7}  # with the query and its answer; 9 does not answer it
     assert [row["label"] for row in read_rows(out / "classification/notes/train.jsonl.gz")] == ["b", "c"]
     entry = entry_of(out)
     assert (entry["equal"], entry["test_sets"]) == (2, {"beir/zoo": 2})

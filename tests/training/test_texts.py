@@ -173,6 +173,9 @@ def test_rows_of_a_recipe(tmp_path: Path, tokenizer: Any) -> None:
     batch = MaskedBatches(tokenizer, recipe)([rows[number] for number in range(len(rows))])
     assert (batch["input_ids"] == tokenizer.sep_token_id).sum() > len(rows)
     assert not (batch["labels"] == tokenizer.sep_token_id).any()
+    short = recipe.updated(model=recipe.model.updated(max_length=5))  # only the instruction fits
+    data.fill_rows(short, config, tokenizer)
+    assert max(len(tokenizer.tokenize(text)) for text in data.texts["clustering"]) == 1
 
 
 @pytest.mark.parametrize(("temperature", "seen"), [(1.0, (150, 10)), (0.0, (80, 80)), (0.5, (127, 33))])

@@ -54,7 +54,7 @@ class TextData:
             if task.rows != "truncated":
                 prefix = config.instruction_of(name) if recipe.model.instructions else ""
                 special = tokenizer.num_special_tokens_to_add() + len(tokenizer.tokenize(prefix))
-                length = (recipe.model.max_length or 0) - special
+                length = max(1, (recipe.model.max_length or 0) - special)  # an instruction may fill the row
                 self.texts[name] = [*rows_of(self.texts[name], tokenizer, length, task.rows == "packed")]
 
     def hashes(self) -> dict[str, str]:
