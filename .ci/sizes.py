@@ -22,7 +22,7 @@ LIBRARY = {
         ("src/mote/experts/*.py", "src/mote/upcycling/*.py", "src/mote/lengthening.py"),
         1740,
     ),
-    "inference": (("src/mote/inference/*.py",), 1000),
+    "inference": (("src/mote/inference/*.py",), 1050),
     "serving": (("src/mote/serving.py",), 350),
     "cli, integrations, hub, reporting": (
         ("src/mote/cli/*.py", "src/mote/integrations/*.py", "src/mote/hub.py", "src/mote/reporting.py"),
@@ -32,7 +32,7 @@ LIBRARY = {
 REST = 650  # files, options, and what else is in the package
 ALL = 19_750
 OTHERS = {
-    "tests": (("tests/*.py",), 21_800),
+    "tests": (("tests/*.py",), 21_850),
     "benchmarks, scripts": (("benchmarks/*.py", "scripts/*.py"), 2500),
     "research": (("research/*.py",), 2880),
     "examples": (("examples/*.py", ":!examples/small-mote"), 1199),  # 2,443 with the copies of remote code in it

@@ -91,6 +91,8 @@ def test_an_adapter_in_a_subfolder(jina: Path, tmp_path: Path) -> None:
     assert [source["name"] for source in step["sources"]] == ["mote", "retrieval_query"]
     assert step["sources"][1]["weights"].keys() == {"adapter_model.safetensors"}
     assert "experts add mote retrieval_query --name classification" in step["command"]
+    with pytest.raises(ValueError, match=r"is an adapter, which is added as it is: `mote experts add MODEL "):
+        mote.experts.extract(str(jina), "retrieval_query", tmp_path / "one.safetensors")
 
 
 def test_adapters_that_cannot_become_experts(jina: Path, tmp_path: Path) -> None:

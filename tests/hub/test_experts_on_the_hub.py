@@ -15,6 +15,8 @@ from helpers.checkpoints import contents, dense_checkpoint, read_json
 from helpers.families import make_different
 from helpers.processes import run_python
 from hub.hub_server import HubServer
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModel
 
 from mote import upcycle
 from mote.remote.modeling_mote import MoTEModel
@@ -186,6 +188,21 @@ def test_training_starts_from_a_model_on_the_hub(world: World) -> None:
         more = f'"model.source=" + repo, "output=" + out, "model.trust_remote_code={trusting}"'
         codes[name] = f'cli("train", "pairs.yaml", {more})'
     assert world.evaluate(codes) == {"installed": 0, "own": 0}
+
+
+def test_an_adapter_on_the_hub_becomes_an_expert(world: World, tmp_path: Path) -> None:
+    settings = LoraConfig(target_modules=r".*\d\.(intermediate|output)\.dense", init_lora_weights=False)
+    adapted = get_peft_model(AutoModel.from_pretrained(world.home.parent / "tiny"), settings)
+    adapted.peft_config["default"].base_model_name_or_path = "user/tiny"
+    adapted.save_pretrained(tmp_path, save_embedding_layers=False)
+    for name, folder in (("tiny", world.home.parent / "tiny"), ("lora", tmp_path)):
+        world.server.create_repo(f"user/{name}", private=False)
+        world.server.add_repo(f"user/{name}", folder)
+    made = 'str(mote.upcycle("user/tiny", out + "/mote"))'
+    add = f'cli("experts", "add", {made}, repo, "--name=one", "--out", out + "/new")'
+    found = world.evaluate({"lora": f'({add}, mote.load(out + "/new").config.available_experts[-1])'})
+    assert found == {"lora": [0, "one"]}
+    assert world.moved("lora").keys() == {"adapter_config.json", "adapter_model.safetensors"}
 
 
 @pytest.mark.parametrize("way", REFUSED)

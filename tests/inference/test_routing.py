@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from helpers.checkpoints import read_json, trusted
 from helpers.rows import write_rows
 
@@ -78,3 +79,27 @@ def test_two_tasks_and_none(routed: Path, tmp_path: Path) -> None:
         mote.open_router(encoder, routed)
     with pytest.raises(ValueError, match="Unknown task 'auto'"):
         serving.Embedder(encoder).item("a text", "auto")
+
+
+def test_a_model_that_is_loaded_with_its_router(routed: Path) -> None:
+    model, plain, tokenizer = mote.load(routed, route="auto"), mote.load(routed), trusted(routed).tokenizer
+    batch = tokenizer([texts_of(task, 9)[0] for task in WORDS], padding=True, return_tensors="pt")
+    assert model(**batch).pooler_output.equal(plain(**batch, task=[*WORDS]).pooler_output)
+    assert model(**batch, task="clustering")[1].equal(plain(**batch, task="clustering")[1])
+    with pytest.raises(ValueError, match="needs `input_ids`; with other inputs, pass `task`"):
+        model(inputs_embeds=model.get_input_embeddings()(batch["input_ids"]))
+
+
+def test_a_router_is_not_used_after_a_change_of_tasks_or_shared_weights(routed: Path) -> None:
+    model = mote.load(routed, route="auto")
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(2)
+    model.save_pretrained(routed)
+    with pytest.raises(
+        ValueError, match=r"before the model changed \(other token embeddings\): run `mote route` again"
+    ):
+        mote.load(routed, route="auto")
+    mote.experts.remove(model, "clustering")
+    model.save_pretrained(routed)
+    with pytest.raises(ValueError, match=r"before the model changed \(unknown tasks \['clustering'\]\)"):
+        mote.open_router(trusted(routed), routed)

@@ -157,6 +157,9 @@ def extract(src: str, name: str, out: str | Path, *, overwrite: bool = False, re
     if out.exists() and not overwrite:
         raise FileExistsError(f"{out} exists: choose another file, or replace it with `--overwrite`")
     expert = open_expert(src, name, revision)
+    if isinstance(expert, AdapterArtefact):
+        problem = f"{expert.source} is an adapter, which is added as it is: `mote experts add MODEL {expert.source}`"
+        raise ValueError(problem)  # noqa: TRY004
     with replaced(out) as temporary:
         shutil.copyfile(expert.file, temporary)
     logger.info("Wrote %s", out)

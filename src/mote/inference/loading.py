@@ -23,6 +23,7 @@ def load(
     experts: str | Iterable[str] | None = None,
     offload: str | None = None,
     keep: int = 1,
+    route: str | None = None,
     **kwargs: Any,
 ) -> "MoTEModel":
     """Load a MoTE, with the installed code rather than that in its folder.
@@ -32,21 +33,34 @@ def load(
         experts: Experts to load; the others are known by name only. Default: all.
         offload: `"disk"` or `"cpu"`: at most `keep` experts are ever in memory, or on the device; see `offload`.
         keep: Number of experts on the device, with `offload`.
+        route: `"auto"`: the model's router (`mote route`) picks the task of each row of `input_ids` without one.
         **kwargs: Arguments of `from_pretrained`: `revision`, `dtype`, `device_map`, `attn_implementation` …
     """
     import mote.auto  # noqa: F401  # so the model can be pickled
     from mote.checkpoints.reading import mote_class
     from mote.inference.offloading import check_settings, offload_others
+    from mote.remote.configuration_mote import require_known
     from mote.remote.modeling_mote import HUB_ARGUMENTS
 
     hub = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name)}
     config = _mote_config(path, experts, **hub)
     model_class = mote_class(config.model_type, "model")
-    if offload is None:
-        return model_class.from_pretrained(path, experts=experts, **kwargs)
-    check_settings(config, offload)
-    model = model_class.from_pretrained(path, experts=config.available_experts[:keep], **kwargs)
-    offload_others(model, config.loaded_experts, offload, keep, hub)
+    if offload is not None:
+        check_settings(config, offload)
+        experts = config.available_experts[:keep]
+    model = model_class.from_pretrained(path, experts=experts, **kwargs)
+    if offload is not None:
+        offload_others(model, config.loaded_experts, offload, keep, hub)
+    if route is not None:
+        from transformers import AutoTokenizer
+
+        from mote.inference.routing import AUTO, router_of
+
+        require_known(route, [AUTO], "route")
+        router = router_of(
+            model, AutoTokenizer.from_pretrained(path, config=config, **hub), os.fspath(path), hub.get("revision")
+        )
+        model.register_forward_pre_hook(router.add_task, with_kwargs=True)
     return model
 
 
