@@ -106,8 +106,8 @@ def test_every_family_is_converted(name: str, backend: str, tmp_path: Path) -> N
     model = mote.experts.export(trained_mote(name), "alpha")
     example = batch(3, 8)
     file = tmp_path / Path(runtimes.FILES[backend]).name
-    write = runtimes._write_onnx if backend == "onnx" else runtimes._write_openvino
-    write(runtimes._traced(model, example), file, None, [example])
+    write = runtimes.write_onnx if backend == "onnx" else runtimes._write_openvino
+    write(runtimes.traced(model, example), file, None, [example])
     exact = {"INFERENCE_PRECISION_HINT": "f32"}
     runtime = (
         runtimes.onnx_encoder(file, model.config)
@@ -155,3 +155,28 @@ def test_a_conversion_that_fails_or_goes_wrong(
 def test_an_unknown_backend(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Unknown backend 'tensorrt'"):
         load_exported(tmp_path, "tensorrt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_all_experts_over_one_file_of_weights(
+    quantize: str | None, model: SentenceTransformer, trained_folder: Path, tmp_path: Path
+) -> None:
+    need("onnx")
+    words = ["export", str(trained_folder), "--backend", "onnx", "--out", str(tmp_path / "out")]
+    assert main([*words, *(["--quantize", quantize] if quantize else [])]) == 0
+    exported = load_exported(tmp_path / "out", "onnx", trust_remote_code=True)
+    several = {**model[0].preprocess(TEXTS, task="clustering"), "route": torch.tensor([0, 1, 0])}
+    expected, found = [], []
+    for one, vectors in ((model, expected), (exported, found)):
+        vectors += one.encode(TEXTS, task="clustering"), one.encode(TEXTS, prompt_name="search_query")
+        vectors.append(one(dict(several))["sentence_embedding"].numpy(force=True))
+    for vectors, others in zip(expected, found, strict=True):
+        assert np.allclose(vectors, others, atol=0.1 if quantize else 1e-5)
+    sizes = [
+        sum(file.stat().st_size for file in files)
+        for files in (tmp_path.glob("out/onnx/*"), trained_folder.glob("*.safetensors"))
+    ]
+    assert sizes[0] < (0.4 if quantize else 1.05) * sizes[1]
+    assert not [*tmp_path.glob("out/*.safetensors")]
+    assert "runs in ONNX Runtime" in (tmp_path / "out/README.md").read_text()

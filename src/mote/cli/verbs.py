@@ -104,18 +104,18 @@ def analyze(models: list[str], out: str | None = None, *, options: AnalyzeOption
 def export(
     src: str,
     *,
-    expert: str,
+    expert: str | None = None,
     backend: Literal["torch", "onnx", "openvino"] = "torch",
     quantize: Literal["int8"] | None = None,
     options: EditOptions,
 ) -> None:
-    """Write one expert as a dense model.
+    """Write one expert as a dense model, or all experts for ONNX Runtime.
 
-    It loads without the code of this package.
+    An expert loads without the code of this package.
 
     Args:
         src: MoTE: a folder, or an id on the Hub.
-        expert: Expert to export.
+        expert: Expert to export. Without it, `--backend onnx` exports all: a graph for each, and their weights once.
         backend: CPU runtime to convert the model for as well.
         quantize: Precision of the runtime's model. Default: float32.
     """
@@ -124,10 +124,18 @@ def export(
 
     if backend == "torch" and quantize:
         raise ValueError("quantize is for other backends: choose one, as in `--backend openvino`")
+    if expert is None and backend != "onnx":
+        raise ValueError("Name an expert with `--expert`, or export all experts with `--backend onnx`")
     runtimes.require(backend)
+    function: Any = mote.experts.export
+    convert: Any = partial(runtimes.convert, backend=backend)
+    if expert is None:
+        from mote.inference import exported
+
+        function, convert = exported.whole, exported.convert_experts
     settings: dict[str, Any] = {}
     if backend != "torch":
-        settings["after"] = partial(runtimes.convert, backend=backend, quantize=quantize, texts=read_texts())
+        settings["after"] = partial(convert, quantize=quantize, texts=read_texts())
         settings["recorded"] = {"backend": backend, "quantize": quantize}
-    function = mote.experts.export
-    mote.transform(src, options.out, function, expert, revision=options.revision, options=options, **settings)
+    names = [] if expert is None else [expert]
+    mote.transform(src, options.out, function, *names, revision=options.revision, options=options, **settings)

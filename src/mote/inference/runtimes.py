@@ -28,6 +28,7 @@ BACKENDS = ("torch", "onnx", "openvino")
 FILES = {"onnx": "onnx/model.onnx", "openvino": "openvino/openvino_model.xml"}
 # Readers pick a precision by the file's name (transformers.js: "q8"), and take the first file by default.
 INT8 = {**FILES, "onnx": "onnx/model_quantized.onnx"}
+WEIGHTS = "onnx/weights.onnx_data"  # of all experts, beside a graph for each
 
 _PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "openvino": ("openvino", "nncf")}
 _LARGEST_ONNX = 1.9e9  # bytes: a single ONNX file is limited to 2 GiB
@@ -65,8 +66,8 @@ def convert(folder: Path, *, backend: str, quantize: str | None = None, texts: S
         encoder: Any = load_encoder(folder, device="cpu", dtype="float32", trust_remote_code=trusted)
         expected = encoder.encode(list(texts), convert_to_tensor=True)
         features = list(_batches(encoder, texts))
-        program = _traced(encoder[0].model, features[0])
-        write = {"onnx": _write_onnx, "openvino": _write_openvino}[backend]
+        program = traced(encoder[0].model, features[0])
+        write = {"onnx": write_onnx, "openvino": _write_openvino}[backend]
         write(program, file, quantize, features)
     except Exception as error:  # anything that a converter raises
         raise ValueError(
@@ -77,16 +78,20 @@ def convert(folder: Path, *, backend: str, quantize: str | None = None, texts: S
     converted = load_exported(folder, backend, ov_config=precise, trust_remote_code=trusted)
     found = converted.encode(list(texts), convert_to_tensor=True)
     cosines = nn.functional.cosine_similarity(found, expected)
+    return comparison(cosines, backend=backend, file=name, quantize=quantize, texts=len(texts))
+
+
+def comparison(cosines: torch.Tensor, *, quantize: str | None, texts: int, **settings: Any) -> dict[str, Any]:
+    """Describe a conversion for `mote.json`; raise `ValueError` if it changes the embeddings."""
     mean, least = float(cosines.mean()), float(cosines.min())
-    logger.info("Cosine to the model in torch, over %d texts: mean %.4f, minimum %.4f", len(texts), mean, least)
+    logger.info("Cosine to the model in torch, over %d texts: mean %.4f, minimum %.4f", texts, mean, least)
     if not mean >= _LEAST_COSINES[quantize]:
         raise ValueError(
             f"The embeddings of the converted model differ from those in torch: mean cosine {mean:.4f}, expected at "
             f"least {_LEAST_COSINES[quantize]:g}. Export it "
             + ("without `--quantize`" if quantize else "for torch, without `--backend`")
         )
-    settings = {"backend": backend, "file": name, "quantize": quantize, "texts": len(texts)}
-    return {"converted": {**settings, "cosine": {"mean": mean, "least": least}}}
+    return {"converted": {**settings, "quantize": quantize, "texts": texts, "cosine": {"mean": mean, "least": least}}}
 
 
 class _Encoder(nn.Module):
@@ -112,7 +117,7 @@ def _batches(encoder: "SentenceTransformer", texts: Sequence[str]) -> Iterator[d
         yield {name: features[name] for name in transformer.tokenizer.model_input_names if name in features}
 
 
-def _traced(model: nn.Module, example: dict[str, torch.Tensor]) -> torch.export.ExportedProgram:
+def traced(model: nn.Module, example: dict[str, torch.Tensor]) -> torch.export.ExportedProgram:
     """Trace a model with dynamic batch size and length."""
     if getattr(model, "pooler", None) is not None:
         model.pooler = None  # type: ignore[assignment]  # has random weights, and is not used
@@ -126,7 +131,8 @@ def _traced(model: nn.Module, example: dict[str, torch.Tensor]) -> torch.export.
     )
 
 
-def _write_onnx(program: Any, file: Path, quantize: str | None, features: list[dict[str, torch.Tensor]]) -> None:
+def write_onnx(program: Any, file: Path, quantize: str | None, features: list[dict[str, torch.Tensor]]) -> None:
+    """Write a traced model; in int8, the file in float32 is written beside it."""
     size = sum(tensor.nbytes for tensor in program.state_dict.values())
     whole = file.with_name(Path(FILES["onnx"]).name) if quantize else file  # stays, for readers that know no int8
     torch.onnx.export(
@@ -173,7 +179,7 @@ def load_exported(
     ov_config: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> "SentenceTransformer":
-    """Load an exported expert as a SentenceTransformer whose encoder runs in a runtime.
+    """Load an exported expert, or all of a MoTE's, as a SentenceTransformer whose encoder runs in a runtime.
 
     It runs on the CPU, with as many threads as torch, and may be called from several threads. It cannot be trained or
     saved: the folder is the model.
@@ -184,12 +190,12 @@ def load_exported(
         revision: Branch, tag or commit on the Hub. Default: the newest.
         ov_config: Settings of OpenVINO. On CPUs that support bfloat16 it computes in bfloat16, unless set to
             `{"INFERENCE_PRECISION_HINT": "f32"}`.
-        trust_remote_code: Whether to run the code in the folder; only models that leave instructions out of the pooling
-            have any.
+        trust_remote_code: Whether to run the code in the folder; only models of all experts, and those that leave
+            instructions out of the pooling, have any.
     """
     require_known(backend, BACKENDS, "backend")
     folder = Path(path) if Path(path).is_dir() else hub.fetch(str(path), revision, ["*"])
-    if backend == "torch":
+    if backend == "torch" or (folder / WEIGHTS).is_file():
         return load_encoder(folder, trust_remote_code=trust_remote_code)
     file = folder / INT8[backend]
     file = file if file.is_file() else folder / FILES[backend]

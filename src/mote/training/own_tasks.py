@@ -18,7 +18,7 @@ ROLES = {
 }
 
 # Rows below which → batch size and epochs: mostly 60 to 230 steps.
-SETTINGS = ((500, 16, 4), (1_000, 32, 4), (5_000, 64, 3), (20_000, 128, 2), (math.inf, 256, 1))
+SETTINGS = ((500, 16, 4), (1_000, 16, 2), (2_000, 16, 1), (5_000, 64, 3), (20_000, 128, 2), (math.inf, 256, 1))
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def settings_for(rows: int, only_experts: bool) -> dict[str, Any]:
     return {
         "batch_size": batch_size,
         "num_train_epochs": epochs,
-        "learning_rate": 1e-3 if only_experts else 1e-4,
+        "learning_rate": 5e-4 if only_experts else 1e-4,
     }
 
 
