@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from sentence_transformers import SentenceTransformer
 from torch import nn
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 import mote.auto  # noqa: F401  # the config's class is the installed one
 from mote import hub
@@ -82,25 +83,29 @@ def convert_experts(folder: Path, *, quantize: str | None = None, texts: Sequenc
     encoder: Any = load_encoder(folder, device="cpu", dtype="float32", trust_remote_code=True)
     model, expected = encoder[0].model, {}
     require_known(model.config.model_type, ["mote"], "kind of MoTE to export as a whole:")
+    modules = read_json(folder / MODULES, list)
+    if not modules[0]["type"].endswith(OUR_TRANSFORMER):
+        raise ValueError("Experts of a model that leaves instructions out of the pooling are exported one by one")
     (folder / "onnx").mkdir()
     suffix = "_quantized" if quantize else ""  # by which transformers.js finds them
     places: dict[bytes, int] = {}
-    with (folder / runtimes.WEIGHTS).open("wb") as weights, tempfile.TemporaryDirectory() as temporary:
-        for name in model.config.available_experts:
-            task = next(task for task, expert in model.config.tasks.items() if expert == name)
+    with (
+        runtimes.explained("onnx"),
+        (folder / runtimes.WEIGHTS).open("wb") as weights,
+        tempfile.TemporaryDirectory() as temporary,
+    ):
+        for name, task in {expert: task for task, expert in reversed(model.config.available_tasks.items())}.items():
             expected[task] = encoder.encode(list(texts), convert_to_tensor=True, **task_arguments(encoder, task))
             features = encoder[0].preprocess(list(texts[:4]), task=task)
             inputs = {key: features[key] for key in encoder.tokenizer.model_input_names if key in features}
-            whole = Path(temporary, f"model{suffix}.onnx")
-            runtimes.write_onnx(runtimes.traced(export(model, name), inputs), whole, quantize, [inputs])
-            _share_weights(whole, folder / "onnx" / f"{name}{suffix}.onnx", weights, places)
-    for file in [*(file for pattern in FILES for file in folder.glob(pattern)), *folder.glob("*.index.json")]:
-        file.unlink()
-    modules = read_json(folder / MODULES, list)
-    ours = f"{OnnxTransformer.__module__}.{OnnxTransformer.__name__}"
-    write_json(
-        folder / MODULES, [{**one, "type": ours if OUR_TRANSFORMER in one["type"] else one["type"]} for one in modules]
-    )
+            file = Path(temporary, f"model{suffix}.onnx")
+            runtimes.write_onnx(runtimes.traced(export(model, name), inputs), file, quantize, [inputs])
+            _share_weights(file, folder / "onnx" / f"{name}{suffix}.onnx", weights, places)
+    for pattern in (*FILES, SAFE_WEIGHTS_INDEX_NAME):
+        for file in folder.glob(pattern):
+            file.unlink()
+    modules[0]["type"] = f"{OnnxTransformer.__module__}.{OnnxTransformer.__name__}"
+    write_json(folder / MODULES, modules)
     converted = SentenceTransformer(str(folder), device="cpu", trust_remote_code=True)
     cosines = torch.cat(
         [

@@ -7,6 +7,7 @@ directly.
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,23 +63,30 @@ def convert(folder: Path, *, backend: str, quantize: str | None = None, texts: S
     trusted = instruction_pooling_in(folder) != "included"  # its code was written by this package
     file = folder / name
     file.parent.mkdir()
-    try:
+    with explained(backend):
         encoder: Any = load_encoder(folder, device="cpu", dtype="float32", trust_remote_code=trusted)
         expected = encoder.encode(list(texts), convert_to_tensor=True)
         features = list(_batches(encoder, texts))
         program = traced(encoder[0].model, features[0])
         write = {"onnx": write_onnx, "openvino": _write_openvino}[backend]
         write(program, file, quantize, features)
-    except Exception as error:  # anything that a converter raises
-        raise ValueError(
-            f"This architecture could not be converted to {backend} ({first_line(error)}): export the expert for "
-            "torch, without `--backend`"
-        ) from error
     precise = {"INFERENCE_PRECISION_HINT": "f32"} if backend == "openvino" else None
     converted = load_exported(folder, backend, ov_config=precise, trust_remote_code=trusted)
     found = converted.encode(list(texts), convert_to_tensor=True)
     cosines = nn.functional.cosine_similarity(found, expected)
     return comparison(cosines, backend=backend, file=name, quantize=quantize, texts=len(texts))
+
+
+@contextmanager
+def explained(backend: str) -> Iterator[None]:
+    """Explain anything that a converter raises."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f"This architecture could not be converted to {backend} ({first_line(error)}): export the expert for "
+            "torch, without `--backend`"
+        ) from error
 
 
 def comparison(cosines: torch.Tensor, *, quantize: str | None, texts: int, **settings: Any) -> dict[str, Any]:
