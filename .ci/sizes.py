@@ -22,7 +22,7 @@ LIBRARY = {
         ("src/mote/experts/*.py", "src/mote/upcycling/*.py", "src/mote/lengthening.py"),
         1740,
     ),
-    "inference": (("src/mote/inference/*.py",), 1190),
+    "inference": (("src/mote/inference/*.py",), 1210),
     "serving": (("src/mote/serving.py",), 350),
     "cli, integrations, hub, reporting": (
         ("src/mote/cli/*.py", "src/mote/integrations/*.py", "src/mote/hub.py", "src/mote/reporting.py"),
@@ -37,7 +37,7 @@ OTHERS = {
     "research": (("research/*.py",), 2880),
     "examples": (("examples/*.py", ":!examples/small-mote"), 1199),  # 2,443 with the copies of remote code in it
 }
-DOCS = 28_300  # words, beside the results
+DOCS = 28_650  # words, beside the results
 RAISES = 12  # in 1,000 lines
 VALIDATION = 0.07  # of the lines of code
 
