@@ -169,7 +169,7 @@ def _values_of_mote(model: Checkpoint, steps: list[dict[str, Any]], fresh: bool 
     if fresh is None:
         upcycled = max((place for place, step in enumerate(steps) if step["step"] == "upcycle"), default=0)
         changed = any(step["step"] in _CHANGING for step in steps[upcycled:])
-        fresh = not changed and experts_are_copies(model.weights, config)
+        fresh = not changed and bool(model.weights) and experts_are_copies(model.weights, config)
     tasks = config.available_tasks
     example = "search_query" if "search_query" in tasks else config.available_experts[0]
     return {

@@ -45,6 +45,7 @@ MOTE_CLASSES = {
 # Settings in config.json by which releases of Sentence-Transformers without `model_type` mark a reranker.
 _OF_RERANKERS = ("sbert_ce_default_activation_function", "sentence_transformers")
 
+ONNX_WEIGHTS = "onnx/weights.onnx_data"  # of all experts, beside a graph for each: there are no others then
 FILES_BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "*.py", "README.md", "router.safetensors", "[0-9]*_*/*"]
 
 
@@ -253,6 +254,8 @@ def _weight_files(src: str, folder: Path, commit: str | None, place: str = "") -
         listed = folder / f"{name}.index.json"
         if listed.is_file():
             return [folder / shard for shard in sorted(set(read_json(listed)["weight_map"].values()))]
+    if (folder / ONNX_WEIGHTS).is_file():
+        return []
     found = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
     raise FileNotFoundError(f"{src} has no weights: expected model.safetensors or pytorch_model.bin; found {found}")
 

@@ -116,8 +116,8 @@ class Repository:
         write_sentence_transformer(model, self.source, folder, names, self.expert, self.retrieval)
 
     def _write_card(self, folder: Path, steps: list[dict[str, Any]], name: str) -> None:
-        others = (folder / ADAPTER_CONFIG_NAME).is_file() or not any(folder.glob("*.safetensors"))  # adapters, or ONNX
-        written = replace(self.source, folder=folder) if others else open_checkpoint(str(folder))
+        adapters = (folder / ADAPTER_CONFIG_NAME).is_file()
+        written = replace(self.source, folder=folder) if adapters else open_checkpoint(str(folder))
         if self.keep_card:
             card = rewritten_card(written, steps, name, self.source.folder)
         else:

@@ -17,6 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 import mote.auto  # noqa: F401  # the config's class is the installed one
 from mote import hub
+from mote.checkpoints.reading import ONNX_WEIGHTS
 from mote.checkpoints.st_settings import MODULES, OUR_TRANSFORMER
 from mote.checkpoints.transform import Verb
 from mote.experts.exporting import export
@@ -91,7 +92,7 @@ def convert_experts(folder: Path, *, quantize: str | None = None, texts: Sequenc
     places: dict[bytes, int] = {}
     with (
         runtimes.explained("onnx"),
-        (folder / runtimes.WEIGHTS).open("wb") as weights,
+        (folder / ONNX_WEIGHTS).open("wb") as weights,
         tempfile.TemporaryDirectory() as temporary,
     ):
         for name, task in {expert: task for task, expert in reversed(model.config.available_tasks.items())}.items():
@@ -133,7 +134,7 @@ def _share_weights(whole: Path, graph: Path, weights: Any, places: dict[bytes, i
             weights.seek(-(-weights.tell() // _ALIGNMENT) * _ALIGNMENT)
             places[key] = weights.tell()
             weights.write(content)
-        set_external_data(tensor, Path(runtimes.WEIGHTS).name, places[key], len(content))
+        set_external_data(tensor, Path(ONNX_WEIGHTS).name, places[key], len(content))
         tensor.ClearField("raw_data")
     for node in model.graph.node:
         del node.metadata_props[:]  # stack traces of the conversion

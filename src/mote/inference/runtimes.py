@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutput
 
 from mote import hub
+from mote.checkpoints.reading import ONNX_WEIGHTS
 from mote.checkpoints.st_settings import instruction_pooling_in
 from mote.inference.loading import first_line, load_encoder
 from mote.remote.configuration_mote import require_known
@@ -29,7 +30,6 @@ BACKENDS = ("torch", "onnx", "openvino")
 FILES = {"onnx": "onnx/model.onnx", "openvino": "openvino/openvino_model.xml"}
 # Readers pick a precision by the file's name (transformers.js: "q8"), and take the first file by default.
 INT8 = {**FILES, "onnx": "onnx/model_quantized.onnx"}
-WEIGHTS = "onnx/weights.onnx_data"  # of all experts, beside a graph for each
 
 _PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "openvino": ("openvino", "nncf")}
 _LARGEST_ONNX = 1.9e9  # bytes: a single ONNX file is limited to 2 GiB
@@ -203,7 +203,7 @@ def load_exported(
     """
     require_known(backend, BACKENDS, "backend")
     folder = Path(path) if Path(path).is_dir() else hub.fetch(str(path), revision, ["*"])
-    if backend == "torch" or (folder / WEIGHTS).is_file():
+    if backend == "torch" or (folder / ONNX_WEIGHTS).is_file():
         return load_encoder(folder, trust_remote_code=trust_remote_code)
     file = folder / INT8[backend]
     file = file if file.is_file() else folder / FILES[backend]
