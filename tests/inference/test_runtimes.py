@@ -139,13 +139,13 @@ def test_a_conversion_that_fails_or_goes_wrong(
         raise RuntimeError("no such operation\nmore of it")
 
     monkeypatch.setattr(runtimes, "require", lambda *_, **__: None)
-    monkeypatch.setattr(runtimes, "_traced", fail)
+    monkeypatch.setattr(runtimes, "traced", fail)
     with pytest.raises(ValueError, match=r"could not be converted to onnx \(RuntimeError: no such operation\)"):
         export(trained_folder, tmp_path / "out", expert="clustering", backend="onnx")
     assert not any(tmp_path.iterdir())
     other = export(trained_folder, tmp_path / "other", expert="search_query")
-    monkeypatch.setattr(runtimes, "_traced", lambda *_: None)
-    monkeypatch.setattr(runtimes, "_write_onnx", lambda *_: None)
+    monkeypatch.setattr(runtimes, "traced", lambda *_: None)
+    monkeypatch.setattr(runtimes, "write_onnx", lambda *_: None)
     monkeypatch.setattr(runtimes, "load_exported", lambda *_, **__: SentenceTransformer(str(other)))
     with pytest.raises(ValueError, match=r"embeddings of the converted model differ .* Export it for torch"):
         export(trained_folder, tmp_path / "out", expert="clustering", backend="onnx")

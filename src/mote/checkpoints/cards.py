@@ -154,7 +154,7 @@ def _values(model: Checkpoint, steps: list[dict[str, Any]], fresh: bool | None =
         **of_kind,
         **_origin(steps),
         "command": "\n".join(step["command"] for step in steps if step.get("command")),
-        "converted": steps[-1].get("converted"),
+        "converted": steps[-1].get("converted") if steps else None,
         "normalized": any(module.name == "Normalize" for module in pipeline.modules),
         "instructions_left_out": pipeline.instruction_pooling != "included",
         "retrieval": pipeline.retrieval.kind,
