@@ -179,5 +179,8 @@ def test_all_experts_over_one_file_of_weights(
     ]
     assert sizes[0] < (0.4 if quantize else 1.05) * sizes[1]
     assert not [*tmp_path.glob("out/*.safetensors")]
+    for place in ([], ["--out", str(trained_folder)]):  # the source would lose its weights
+        assert main([*words[:4], *place, "--overwrite"]) == 1
+    assert [*trained_folder.glob("*.safetensors")]
     assert main(["card", str(tmp_path / "out")]) == 0  # as `mote push` does
     assert "runs in ONNX Runtime" in (tmp_path / "out/README.md").read_text()

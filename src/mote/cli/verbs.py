@@ -130,9 +130,9 @@ def export(
     function: Any = mote.experts.export
     convert: Any = partial(runtimes.convert, backend=backend)
     if expert is None:
-        from mote.inference import exported
+        from mote.inference import onnx_experts
 
-        function, convert = exported.whole, exported.convert_experts
+        function, convert = onnx_experts.whole, onnx_experts.convert_experts
     settings: dict[str, Any] = {}
     if backend != "torch":
         settings["after"] = partial(convert, quantize=quantize, texts=read_texts())

@@ -27,6 +27,7 @@ from mote.remote.modeling_mote import MoTEModel
 
 AUTO = "auto"  # in place of a task
 ROUTER_FILE = "router.safetensors"  # task → weights of the mean embedding, and a bias: [H + 1]
+_ARGUMENTS = [*inspect.signature(MoTEModel.forward).parameters][1:]
 _TEXTS = 5000  # of a task, at most
 _HELD_OUT = 0.1
 
@@ -52,8 +53,7 @@ class Router:
 
     def add_task(self, _: MoTEModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Add the task of each row to the arguments of `forward`, unless they have tasks: a hook before it."""
-        given = {**dict(zip(inspect.signature(MoTEModel.forward).parameters, (None, *args), strict=False)), **kwargs}
-        del given["self"]
+        given = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
         if given.get("task") is None and given.get("task_ids") is None:
             if given.get("input_ids") is None:
                 raise ValueError('route="auto" needs `input_ids`; with other inputs, pass `task`')

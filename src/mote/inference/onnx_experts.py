@@ -71,8 +71,9 @@ class OnnxTransformer(MoTETransformer):
 
 
 @Verb("export", "all experts, in ONNX, of")
-def whole(model: MoTEModel) -> None:
-    """Export all experts: `convert_experts` converts what is written of the unchanged model."""
+def whole(model: MoTEModel) -> MoTEModel:
+    """Return the model, so that a copy of it is written, which `convert_experts` converts: never the source itself."""
+    return model
 
 
 def convert_experts(folder: Path, *, quantize: str | None = None, texts: Sequence[str]) -> dict[str, Any]:
