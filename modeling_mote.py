@@ -39,7 +39,7 @@ from transformers.utils.hub import extract_commit_hash
 
 from .architectures_mote import MPNetBackbone, architecture_of
 from .configuration_mote import MoTEConfig, as_imported, require_known
-from .mixed_batch_mote import groups_of
+from .mixed_batch_mote import groups_of, lengths_of
 from .weights_mote import WeightFiles, find_files, find_index, read_index, weight_map
 
 logger: Any = logging.get_logger(__name__)
@@ -110,19 +110,20 @@ class MoTEBlock(nn.Module):
         setattr(container, name, module)
         return SharedModule(container, name)
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, expert: str, **kwargs: Any) -> Any:
+    def forward(self, hidden_states: torch.Tensor, *args: Any, expert: Any, **kwargs: Any) -> Any:
         """Run all sequences through one expert.
 
         Args:
             hidden_states: [B, L, H].
             *args: Arguments of the dense layer.
-            expert: The expert's name.
+            expert: The expert's name; with `one_pass`, what makes a layer of several experts.
             **kwargs: Arguments of the dense layer.
 
         Returns:
             The dense layer's output: [B, L, H], in some architectures inside a tuple.
         """
-        return self.experts[expert](hidden_states, *args, **kwargs)
+        layer = self.experts[expert] if isinstance(expert, str) else expert.layer_of(self)
+        return layer(hidden_states, *args, **kwargs)
 
 
 class MoTEModel(PreTrainedModel):
@@ -145,6 +146,8 @@ class MoTEModel(PreTrainedModel):
     record: str | None = None  # path of the `mote.json` next to the weights, which says how the model was made
     alone = True  # whether it has to save what Sentence-Transformers or a verb would write
     offloading: Any = None  # set by `mote.load(path, offload=…)`: brings an expert to the device for a call
+    graphs: Any = None  # set by `mote.load(path, cuda_graphs=True)`: replays calls
+    one_pass: Any = None  # set by `mote.load(path, one_pass=True)`: groups the rows of a batch of several tasks
     routing_argument = "expert"  # of the blocks; layers that stay dense (`mote_layers`) do not get it
     own_arguments: tuple[str, ...] = ("task", "task_ids", "pooling_mask")  # of `forward`, beside the backbone's
     base_model_prefix = ""
@@ -252,8 +255,8 @@ class MoTEModel(PreTrainedModel):
         for flag in ("output_hidden_states", "output_attentions"):  # which the backbone reads from its own config
             if kwargs.get(flag) is None and getattr(self.config, flag):
                 kwargs[flag] = getattr(self.config, flag)
-        run = self.backbone if self.offloading is None else partial(self.offloading.run, self.backbone)
-        out = run(**sequences, **kwargs, return_dict=True)
+        runner = self.offloading or self.graphs
+        out = (partial(runner.run, self.backbone) if runner else self.backbone)(**sequences, **kwargs, return_dict=True)
         length = out.last_hidden_state.shape[1]  # of the longest row of a group
         mask: Any = sequences.get("attention_mask") if to_pool is None else to_pool[:, :length]
         if to_pool is not None:
@@ -272,10 +275,9 @@ class MoTEModel(PreTrainedModel):
         if len(set(experts)) == 1:
             return self._run(sequences, {**kwargs, "expert": experts[0]})
         whole: dict[str, Any] = {}
-        for group in groups_of(experts, sequences.get("attention_mask"), length, tokens.device):
-            rows = {name: group.select(value, batch_size) for name, value in sequences.items()}
-            if group.length < length:
-                rows = {name: value[:, : group.length] for name, value in rows.items()}
+        lengths = lengths_of(sequences.get("attention_mask"), batch_size, length)
+        for group in (self.one_pass or groups_of)(experts, lengths, tokens.device):
+            rows = {name: group.select(value, batch_size)[:, : group.length] for name, value in sequences.items()}
             arguments = {name: group.select(value, batch_size) for name, value in kwargs.items()}
             out = self._run(rows, {**arguments, "expert": group.expert})
             for name, part in out.items():

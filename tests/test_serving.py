@@ -131,7 +131,7 @@ def assert_nothing_is_left(server: Server) -> None:
 
 @pytest.fixture(scope="module")
 def server(trained_folder: Path) -> Iterator[Server]:
-    with Server(trained_folder) as running:
+    with Server(trained_folder, "--one-pass") as running:
         yield running
         assert running.process.poll() is None, "the service ended during the tests"
         assert running.stop(signal.SIGINT) == 0

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mote.inference.routing import open_router as open_router
     from mote.inference.routing import train_router as train_router
     from mote.inference.runtimes import load_exported as load_exported
+    from mote.inference.speed import speed_up as speed_up
     from mote.lengthening import lengthen as lengthen
     from mote.remote.configuration_mote import MoTEConfig as MoTEConfig
     from mote.remote.modeling_mote import MoTEModel as MoTEModel
@@ -62,6 +63,7 @@ _NAMES = {
     "mote.inference.offloading": ["offload", "restore"],
     "mote.inference.routing": ["open_router", "train_router"],
     "mote.inference.runtimes": ["load_exported"],
+    "mote.inference.speed": ["speed_up"],
     "mote.lengthening": ["lengthen"],
     "mote.remote.configuration_mote": ["MoTEConfig"],
     "mote.remote.modeling_mote": ["MoTEModel"],

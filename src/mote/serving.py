@@ -37,6 +37,7 @@ from mote.checkpoints.hashing import folder_hash
 from mote.checkpoints.reading import open_mote
 from mote.inference.loading import load_any_encoder, weight_ids
 from mote.inference.routing import AUTO, ROUTER_FILE, Router, open_router
+from mote.inference.speed import speed_up
 from mote.reporting import label_models
 from mote.settings import Settings, alternatives
 
@@ -60,6 +61,8 @@ class ServeOptions(Settings):
         route_by_text: Whether an instruction that a text begins with picks its expert.
         device: Device. Default: a GPU if there is one.
         dtype: Dtype of the weights, such as bfloat16. Default: as stored.
+        one_pass: Whether short texts of several tasks share a pass: see docs/performance.md.
+        cuda_graphs: Whether to capture and replay the passes of short texts on a GPU.
         max_inputs: Maximum number of texts per request.
         max_text: Maximum number of characters per text.
         max_body: Maximum size of a request in bytes.
@@ -78,6 +81,8 @@ class ServeOptions(Settings):
     route_by_text: bool = True
     device: str | None = None
     dtype: str | None = None
+    one_pass: bool = False
+    cuda_graphs: bool = False
     max_inputs: PositiveInt = 2048
     max_text: PositiveInt = 100_000
     max_body: PositiveInt = 16 * 2**20
@@ -335,6 +340,8 @@ def serve(model: str, options: ServeOptions) -> None:
         settings: Any = {"device": options.device, "dtype": options.dtype, "experts": options.experts}
         encoder: Any = load_any_encoder(source.folder, trust_remote_code=True, **settings)
         encoder[0].config.route_by_text &= options.route_by_text
+        if options.one_pass or options.cuda_graphs:
+            speed_up(encoder[0].model, one_pass=options.one_pass, cuda_graphs=options.cuda_graphs)
         weights = weight_ids(source.folder) or {"base": source.revision or folder_hash(source.folder), "experts": {}}
         name = next(iter(label_models(model))).rpartition("/")[2]
         router = open_router(encoder, source.folder) if (source.folder / ROUTER_FILE).is_file() else None

@@ -7,7 +7,7 @@ import torch
 from helpers.families import EXPERTS, batch, trained_mote
 
 from mote.remote import mixed_batch_mote
-from mote.remote.mixed_batch_mote import Group, groups_of
+from mote.remote.mixed_batch_mote import Group, groups_of, lengths_of
 
 CPU = torch.device("cpu")
 
@@ -25,7 +25,8 @@ def test_every_row_is_in_one_group_and_none_holds_too_much_padding(limit: int, m
         experts = [draw.choice("abcd") for _ in range(count)]
         lengths = [draw.randint(1, length) for _ in range(count)]
         mask = (torch.arange(length) < torch.tensor(lengths)[:, None]).long()
-        groups = groups_of(experts, mask, length, CPU)
+        assert lengths_of(mask, count, length) == lengths
+        groups = groups_of(experts, lengths, CPU)
         assert sorted(row for group in groups for row in rows_in(group, count)) == list(range(count))
         for group in groups:
             rows = rows_in(group, count)
@@ -40,7 +41,7 @@ def test_every_row_is_in_one_group_and_none_holds_too_much_padding(limit: int, m
 
 def test_rows_that_follow_each_other_are_views() -> None:
     tokens = torch.arange(12).view(6, 2)
-    first, second = groups_of(["a", "a", "a", "b", "b", "b"], None, 2, CPU)
+    first, second = groups_of(["a", "a", "a", "b", "b", "b"], lengths_of(None, 6, 2), CPU)
     for group, rows in ((first, slice(0, 3)), (second, slice(3, 6))):
         selected = group.select(tokens, 6)
         assert torch.equal(selected, tokens[rows])

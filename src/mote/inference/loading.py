@@ -24,6 +24,8 @@ def load(
     offload: str | None = None,
     keep: int = 1,
     route: str | None = None,
+    one_pass: bool = False,
+    cuda_graphs: bool = False,
     **kwargs: Any,
 ) -> "MoTEModel":
     """Load a MoTE, with the installed code rather than that in its folder.
@@ -34,6 +36,8 @@ def load(
         offload: `"disk"` or `"cpu"`: at most `keep` experts are ever in memory, or on the device; see `offload`.
         keep: Number of experts on the device, with `offload`.
         route: `"auto"`: the model's router (`mote route`) picks the task of each row of `input_ids` without one.
+        one_pass: As in `speed_up`, as is `cuda_graphs`.
+        cuda_graphs: For short texts on a GPU, which `device_map="cuda"` loads to.
         **kwargs: Arguments of `from_pretrained`: `revision`, `dtype`, `device_map`, `attn_implementation` …
     """
     import mote.auto  # noqa: F401  # so the model can be pickled
@@ -51,6 +55,10 @@ def load(
     model = model_class.from_pretrained(path, experts=experts, **kwargs)
     if offload is not None:
         offload_others(model, config.loaded_experts, offload, keep, hub)
+    if one_pass or cuda_graphs:
+        from mote.inference.speed import speed_up
+
+        speed_up(model, one_pass=one_pass, cuda_graphs=cuda_graphs)
     if route is not None:
         from transformers import AutoTokenizer
 

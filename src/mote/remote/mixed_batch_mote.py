@@ -5,14 +5,14 @@ dense model. Consecutive rows are views, and a group's results are written into 
 This file is copied into every saved model and loaded from there. It depends on torch alone.
 """
 
+from collections import defaultdict
 from typing import Any, NamedTuple
 
 import torch
 
 # Tokens of padding that a group may hold before it is split: the cost of another pass through the model, in tokens. A
 # GPU processes thousands of tokens in the time that Python takes to start a pass.
-PADDING_PER_GROUP = {"cpu": 64}
-PADDING_PER_GROUP_ELSEWHERE = 8192
+PADDING_PER_GROUP = defaultdict(lambda: 8192, cpu=64)
 
 
 class Group(NamedTuple):
@@ -46,31 +46,37 @@ class Group(NamedTuple):
         return whole
 
 
-def groups_of(
-    experts: list[str], attention_mask: torch.Tensor | None, length: int, device: torch.device
-) -> list[Group]:
-    """Sort the rows of a batch by expert and length, and split them into groups; those of one expert are consecutive.
+def lengths_of(attention_mask: torch.Tensor | None, rows: int, length: int) -> list[int]:
+    """Return the length of each row up to its last token: [B, L] → [B].
 
     Without an attention mask [B, L], or with one of another shape, all rows have full length.
     """
-    lengths = [length] * len(experts)
-    if attention_mask is not None and attention_mask.dim() == 2:
-        ends = torch.arange(1, length + 1, device=device)  # padding on the left stays: positions must not move
-        lengths = ((attention_mask != 0) * ends).amax(dim=1).clamp(min=1).tolist()
+    if attention_mask is None or attention_mask.dim() != 2:
+        return [length] * rows
+    # Padding on the left stays: positions must not move.
+    ends = torch.arange(1, length + 1, device=attention_mask.device)
+    return ((attention_mask != 0) * ends).amax(dim=1).clamp(min=1).tolist()
+
+
+def groups_of(experts: list[str], lengths: list[int], device: torch.device) -> list[Group]:
+    """Sort rows by expert and length, and split them into groups; those of one expert follow each other."""
     rows_of: dict[str, list[int]] = {}
     for row, expert in enumerate(experts):
         rows_of.setdefault(expert, []).append(row)
-    padding = PADDING_PER_GROUP.get(device.type, PADDING_PER_GROUP_ELSEWHERE)
-    groups = []
-    for expert, rows in rows_of.items():
-        for part in _split(rows, lengths, padding):
-            adjacent = part[-1] - part[0] == len(part) - 1
-            positions = slice(part[0], part[-1] + 1) if adjacent else torch.tensor(part, device=device)
-            groups.append(Group(expert, positions, max(lengths[row] for row in part)))
-    return groups
+    return [
+        Group(expert, positions(part, device), max(lengths[row] for row in part))
+        for expert, rows in rows_of.items()
+        for part in split(rows, lengths, PADDING_PER_GROUP[device.type])
+    ]
 
 
-def _split(rows: list[int], lengths: list[int], padding: int) -> list[list[int]]:
+def positions(rows: list[int], device: torch.device) -> slice | torch.Tensor:
+    """Return an index that selects these rows, in this order."""
+    consecutive = slice(rows[0], rows[0] + len(rows))
+    return consecutive if rows == [*range(rows[0], consecutive.stop)] else torch.tensor(rows, device=device)
+
+
+def split(rows: list[int], lengths: list[int], padding: int) -> list[list[int]]:
     """Split rows, from the shortest to the longest, into parts with at most `padding` tokens of padding each."""
     parts: list[list[int]] = [[]]
     in_part = 0

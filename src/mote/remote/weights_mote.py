@@ -41,17 +41,8 @@ _ROUTING = ("num_experts", "num_experts_per_tok", "norm_topk_prob", "shared_expe
 # Parts of the names of a backbone's settings that do not.
 _COSMETIC = (
     *("architectures", "dtype", "transformers_version", "use_cache", "is_decoder", "tie_word_embeddings"),
-    *(
-        "dropout",
-        "initializer",
-        "classifier",
-        "summary_",
-        "label",
-        "output_",
-        "return_dict",
-        "_implementation",
-        "_name_",
-    ),
+    *("dropout", "initializer", "classifier", "summary_", "label", "output_", "return_dict", "_implementation"),
+    "_name_",
 )
 
 
