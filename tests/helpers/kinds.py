@@ -77,8 +77,10 @@ class OnTheCpu(CudaGraphs):
     """CUDA graphs without a GPU: all but the capture itself, for which the pass is run again."""
 
     class recorder_class:  # noqa: N801
-        device_type = "cpu"
         running = nullcontext
+
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
 
         def capture(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], Any], torch.Tensor]:
             return lambda: out.copy_(run()), (out := run().clone())

@@ -1,6 +1,8 @@
 """Experts that are not in use leave the device, and come when they are called."""
 
+import gc
 import random
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,19 @@ def test_experts_that_are_token_routed(to: str, trained_hierarchical: Path) -> N
     mote.restore(found)
     found.set_experts_implementation("eager")
     assert (outputs(found, ["query"])[0] - outputs(model, ["query"])[0]).abs().max() <= 1e-5
+
+
+def test_memory_is_free_at_once(tmp_path: Path) -> None:
+    """The other experts' weights are held by nothing, not even by a cycle that waits for a collection."""
+    model = saved(tmp_path)
+    gc.collect()
+    others = [weakref.ref(weight) for name in FOUR[1:] for weight in model.blocks[0].experts[name].parameters()]
+    gc.disable()
+    try:
+        mote.offload(model, "cpu")
+        assert not any(weight() is not None for weight in others)
+    finally:
+        gc.enable()
 
 
 def test_the_least_recently_used_leaves(tmp_path: Path) -> None:

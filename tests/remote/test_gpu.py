@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.families import EAGER_ONLY, EXPERTS, all_families, assert_threads_agree, batch, trained_mote
 
+import mote
 from mote.remote.modeling_mote import MoTEModel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -54,3 +55,37 @@ def test_threads_on_one_gpu(device_map: str, tmp_path: Path) -> None:
         expected = on_cpu(**batches[0], task=EXPERTS[0]).pooler_output
         assert (embed(0, 0)[0].cpu() - expected).abs().max() <= 2e-5
         assert_threads_agree(embed, turns=50)
+
+
+@all_families
+@torch.no_grad()
+def test_one_pass_and_graphs_equal_eager(name: str) -> None:
+    model = trained_mote(name).cuda()
+    inputs = [on_gpu(batch(rows=rows, length=length)) for rows, length in ((1, 5), (3, 17), (40, 30))]
+    tasks = [["alpha", "beta", "beta", "alpha"] * 10, "beta"]
+    calls = [
+        (given, task if isinstance(task, str) else task[: len(given["input_ids"])])
+        for given in inputs
+        for task in tasks
+    ]
+    expected = [model(**given, task=task).pooler_output for given, task in calls]
+    for way in ({"one_pass": True}, {"cuda_graphs": True}, {"one_pass": True, "cuda_graphs": True}):
+        mote.speed_up(model, **way)
+        for _ in range(2):  # captured, then replayed
+            for (given, task), of_eager in zip(calls, expected, strict=True):
+                assert (model(**given, task=task).pooler_output - of_eager).abs().max() <= 2e-5, (way, task)
+
+
+@torch.no_grad()
+def test_graphs_in_threads_on_several_streams() -> None:
+    model, batches = trained_mote("bert").cuda(), [on_gpu(batch(rows=1 + seed % 4, seed=seed)) for seed in range(8)]
+    mote.speed_up(model, cuda_graphs=True)
+    streams = [torch.cuda.Stream() for _ in range(8)]
+
+    def embed(thread: int, turn: int) -> list[torch.Tensor]:
+        with torch.cuda.stream(streams[thread]):
+            out = model(**batches[(thread + turn) % 8], task=EXPERTS[turn % 2]).pooler_output
+        streams[thread].synchronize()
+        return [out]
+
+    assert_threads_agree(embed, turns=125)

@@ -26,15 +26,13 @@ INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 class Recorder:
     """Captures and replays on a stream of its own, so that no two graphs overlap, whichever stream a thread uses."""
 
-    device_type = "cuda"
-
-    def __init__(self) -> None:
-        self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream, self.pool = device, torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Run on the stream, after what the current one has to do, and before what it is given afterwards."""
-        current = torch.cuda.current_stream(self.stream.device)
+        current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
             yield
@@ -58,13 +56,18 @@ class CudaGraphs:
     recorder_class: type = Recorder
 
     def __init__(self, model: "MoTEModel") -> None:
-        self.model, self.recorder = model, self.recorder_class()
+        self.model = model
         self.captured: dict[tuple, Captured] = {}
         self.lock = threading.Lock()
 
     def __reduce__(self) -> tuple:
         """Leave out the graphs, which hold the weights of this model: its copy has others."""
         return type(self), (self.model,)
+
+    @cached_property
+    def recorder(self) -> Recorder:
+        """Records on the device that the model is on at first; elsewhere, it runs without graphs."""
+        return self.recorder_class(self.model.device)
 
     @cached_property
     def block(self) -> Any:
@@ -80,7 +83,7 @@ class CudaGraphs:
         # An adapter can be switched without a change of the weights. Beside tensors there is `return_dict`.
         unusual = torch.is_grad_enabled() or self.model.training or hasattr(self.model, "peft_config")
         unusual |= len(tensors) + 1 < len(given) or any(tensor.dim() != 2 for tensor in tensors.values())
-        unusual |= ids.device.type != self.recorder.device_type or not isinstance(expert, str)
+        unusual |= ids.device != self.recorder.device or not isinstance(expert, str)
         if unusual or (size := self.bucket(*ids.shape)) is None:
             return backbone(**inputs, expert=expert)
         weights = [next(part.parameters()).data_ptr() for part in (self.block.experts[expert], self.block.shared)]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def speed_up(model: "MoTEModel", *, one_pass: bool = False, cuda_graphs: bool = False) -> None:
     """Change how a model runs, not what it computes; without arguments, restore the default.
 
-    For inference. Do not call it while other threads call the model, and call it again after replacing its weights.
+    For inference: the model is put into evaluation mode. Do not call it while other threads call the model, and call it again after replacing its weights.
 
     Args:
         model: A MoTE in memory, installed or remote code; changed in place.
@@ -27,8 +27,10 @@ def speed_up(model: "MoTEModel", *, one_pass: bool = False, cuda_graphs: bool = 
     require_task_experts(model.config)
     if model.offloading is not None:
         raise ValueError("The experts are offloaded, which is for memory, not speed: call mote.restore(model) first")
-    if cuda_graphs and not torch.cuda.is_available():
-        raise ValueError("CUDA graphs need an NVIDIA GPU, and torch sees none")
+    if cuda_graphs and model.device.type != "cuda":
+        raise ValueError(
+            f"CUDA graphs need the model on an NVIDIA GPU (device_map='cuda'), but it is on {model.device}"
+        )
     model.one_pass = model.graphs = None
     model.eval()
     tasks = [*model.config.available_tasks][:4]
