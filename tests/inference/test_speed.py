@@ -170,7 +170,7 @@ class WithWeights(nn.Module):
 
 def test_what_cannot_be_sped_up(tmp_path: Path) -> None:
     model = trained_mote("bert")
-    with pytest.raises(ValueError, match="need an NVIDIA GPU.* but the model is on cpu"):
+    with pytest.raises(ValueError, match=r"need an NVIDIA GPU.* but the model is on cpu"):
         mote.speed_up(model, cuda_graphs=True)
     layers: Any = model.backbone.encoder.layer
     layers[1] = MoTEBlock(WithWeights(), EXPERTS, ("attention",))

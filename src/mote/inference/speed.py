@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 def speed_up(model: "MoTEModel", *, one_pass: bool = False, cuda_graphs: bool = False) -> None:
     """Change how a model runs, not what it computes; without arguments, restore the default.
 
-    For inference: the model is put into evaluation mode. Do not call it while other threads call the model, and call it again after replacing its weights.
+    For inference: the model is put into evaluation mode. Do not call it while other threads call the model, and call it
+    again after replacing weights.
 
     Args:
         model: A MoTE in memory, installed or remote code; changed in place.
@@ -28,10 +29,10 @@ def speed_up(model: "MoTEModel", *, one_pass: bool = False, cuda_graphs: bool = 
     if model.offloading is not None:
         raise ValueError("The experts are offloaded, which is for memory, not speed: call mote.restore(model) first")
     if cuda_graphs and model.device.type != "cuda":
-        raise ValueError(
-            f"CUDA graphs need the model on an NVIDIA GPU (device_map='cuda'), but it is on {model.device}"
-        )
+        raise ValueError(f"CUDA graphs need an NVIDIA GPU (device_map='cuda'), but the model is on {model.device}")
     model.one_pass = model.graphs = None
+    if not (one_pass or cuda_graphs):
+        return
     model.eval()
     tasks = [*model.config.available_tasks][:4]
     ids = torch.arange(3, 11, device=model.device).repeat(len(tasks), 1)
