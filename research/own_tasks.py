@@ -163,6 +163,9 @@ def plan(command: str) -> Iterator[dict[str, Any]]:
             for method, rates in RATES.items():
                 for rate in rates:
                     yield {"name": name, "start": STARTS[1], "method": method, "rate": rate, "seed": SEEDS[0]}
+        # Added when the test had shown the larger start's experts behind dense models: is it their rate?
+        for rate, name in product((2.5e-4, 5e-4, 1e-3), ("support", "papers")):
+            yield {"name": name, "start": STARTS[0], "method": "experts", "rate": rate, "seed": SEEDS[0]}
         return
     for seed, start, name, method in product(SEEDS, reversed(STARTS), SETS, METHODS):
         if method != "source":
