@@ -1,10 +1,9 @@
 """Options and result of a benchmark; each module of this folder that has a `measure` function is one."""
 
+import math
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-
-import torch
 
 from mote.reporting import table as markdown_table
 
@@ -18,16 +17,12 @@ class Options:
 
     Attributes:
         checkpoint: Dense checkpoint in Sentence-Transformers' format.
-        device: `cpu` or `cuda`.
-        dtype: Dtype of the weights.
         seconds: Measuring time per ratio.
         quick: Few repeats and small inputs, to check that the benchmark runs.
         data: Data folder, such as `examples/data`.
     """
 
     checkpoint: Path = SMALL_ENCODER
-    device: str = "cpu"
-    dtype: torch.dtype = torch.float32
     seconds: float = 6.0
     quick: bool = False
     data: Path = ROOT / "examples" / "data"
@@ -39,25 +34,29 @@ class Target:
 
     Attributes:
         what: Name of the measure.
-        value: Measured value.
+        value: Measured value; None: not measured.
         limit: Highest allowed value, or the lowest with `at_least`.
         at_least: Whether higher is better.
     """
 
     what: str
-    value: float
+    value: float | None
     limit: float
     at_least: bool = False
 
     @property
     def met(self) -> bool:
         """Whether the value is within the limit."""
-        return self.value >= self.limit if self.at_least else self.value <= self.limit
+        value = math.nan if self.value is None else self.value
+        return value >= self.limit if self.at_least else value <= self.limit
 
     def __str__(self) -> str:
         """Format as `forward, 1 x 16: 1.003 (≤ 1.01), met`."""
         sign = "≥" if self.at_least else "≤"
-        return f"{self.what}: {self.value:.3f} ({sign} {self.limit:g}), {'met' if self.met else 'MISSED'}"
+        if self.value is None:
+            return f"{self.what}: not measured ({sign} {self.limit:g})"
+        value = f"{self.value:.3f}" if self.value >= 0.001 else f"{self.value:.2g}"
+        return f"{self.what}: {value} ({sign} {self.limit:g}), {'met' if self.met else 'MISSED'}"
 
 
 @dataclass(frozen=True)
