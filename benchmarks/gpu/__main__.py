@@ -80,7 +80,7 @@ def show(name: str, file: dict[str, Any]) -> str:
     """Format a part in Markdown: its table, and its bars."""
     figures = file["parts"].get(name)
     if figures is None:
-        return f"### {PARTS[name][0].__doc__}\n\nNot measured."
+        return f"### {PARTS[name][2]}\n\nNot measured."
     cells = {(each["group"], each["what"]): _cell(each) for each in figures}
     groups, columns = (list(dict.fromkeys(key[at] for key in cells)) for at in (0, 1))
     grid = table(["", *columns], [[group, *(cells.get((group, column), "") for column in columns)] for group in groups])
@@ -88,7 +88,7 @@ def show(name: str, file: dict[str, Any]) -> str:
     bars = [Target(f"{f['group']}, {f['what']}", f["ratio"], f["limit"], f["at_least"]) for f in limited]
     missed = "".join(f"\n- {bar}" for bar in bars if not bar.met)
     held = f"{sum(bar.met for bar in bars)} of {len(bars)} bars are held." if bars else ""
-    return f"### {PARTS[name][0].__doc__}\n\n{grid}\n\n{held}\n{missed}".strip()
+    return f"### {PARTS[name][2]}\n\n{grid}\n\n{held}\n{missed}".strip()
 
 
 def _cell(figure: dict[str, Any]) -> str:
@@ -111,8 +111,8 @@ def write_section(page: Path, file: dict[str, Any]) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    limits = [f"  {name:<11}{seconds:>4} s  {rows.__doc__}" for name, (rows, seconds) in PARTS.items()]
-    limits.append(f"  together   {sum(seconds for _, seconds in PARTS.values()):>4} s")
+    limits = [f"  {name:<11}{seconds:>4} s  {title}" for name, (_, seconds, title) in PARTS.items()]
+    limits.append(f"  together   {sum(seconds for _, seconds, _ in PARTS.values()):>4} s")
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu",
         description=__doc__,
