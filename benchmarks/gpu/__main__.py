@@ -92,10 +92,10 @@ def show(name: str, file: dict[str, Any]) -> str:
 
 
 def _cell(figure: dict[str, Any]) -> str:
-    value = figure["candidate"]
+    value, ratio = figure["candidate"], figure["ratio"] ** (-1 if figure["items"] else 1)  # of rates, or of times
     shown = f"{1e3 * value:.2f} ms" if figure["timed"] else f"{value:.4g}"
     shown = f"{figure['items'] / value:,.0f}" if figure["items"] else shown
-    return f"{shown} ({figure['ratio']:.3f})" if figure["baseline"] else shown
+    return f"{shown} ({ratio:.3f})" if figure["baseline"] else shown
 
 
 def write_section(page: Path, file: dict[str, Any]) -> None:

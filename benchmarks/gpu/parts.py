@@ -99,7 +99,7 @@ def dense_model(name: str, tiny: bool) -> Any:
     kind, settings = CONFIGS[name]
     with torch.device(DEVICE):
         dense = AutoModel.from_config(kind(**{**settings, **(TINY if tiny else {})}), dtype=DTYPE).eval()
-    dense.register_module("pooler", None)
+    dense.pooler = None
     return dense
 
 
@@ -136,7 +136,7 @@ def parity(tiny: bool) -> Iterator[Row]:
     for dtype, precision in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
         largest: dict[str, float] = {}
         for family in [name for name in ARCHITECTURES if name in CONFIG_MAPPING][:: 6 if tiny else 1]:
-            config = CONFIG_MAPPING[family](**TINY, vocab_size=100)
+            config = CONFIG_MAPPING[family](**{**TINY, "vocab_size": 100})
             for what, difference in _differences(AutoModel.from_config(config, dtype=dtype).eval().to(DEVICE)):
                 largest[what] = max(largest.get(what, 0.0), difference)
         noise = largest["dense, rows alone"]
@@ -185,7 +185,8 @@ def tests(_: bool) -> Iterator[Row]:
 
     files = [str(file) for file in (ROOT / "tests").rglob("test_*.py") if NEEDS_GPU in file.read_text("utf-8")]
     with torch.enable_grad():
-        status = pytest.main(["-q", "-m", "", "-p", "no:cacheprovider", *files], plugins=[OnlyMarked()])
+        ignored = "ignore::pytest.PytestAssertRewriteWarning"  # some of its plugins are imported already
+        status = pytest.main(["-q", "-m", "", "-W", ignored, "-p", "no:cacheprovider", *files], [OnlyMarked()])
     if status > pytest.ExitCode.TESTS_FAILED:
         raise RuntimeError("the tests cannot be collected")
     for kind in ("passed", "failed", "skipped"):
@@ -213,10 +214,11 @@ def mixed(tiny: bool) -> Iterator[Row]:
             inputs, tasks = ragged(dense, tiny, rows, shortest, longest)
             large = rows * (longest if shortest == longest else longest / 4) >= 256 * 128
             limits = [None, *((1.1, 1.1) if large else (2, 1.5))]
+            group = f"{name}, {rows} x {longest}" if shortest == longest else f"{name}, {rows} x {shortest}-{longest}"
             for (way, settings), limit in zip(WAYS.items(), limits[: len(WAYS)], strict=True):
                 mote.speed_up(model, **settings)
                 run = partial(model, **inputs, task=tasks)
-                yield Row(f"{name}, {rows} x {shortest}-{longest}", way, partial(pooled, dense, inputs), run, limit)
+                yield Row(group, way, partial(pooled, dense, inputs), run, limit)
 
 
 @part(60)
@@ -335,7 +337,7 @@ def offloading(tiny: bool) -> Iterator[Row]:
         mote.offload(model, "cpu", keep=keep)
         for when, tasks in (("at once", []), ("after calls", TASKS), ("after a mixed batch", [TASKS])):
             for task in tasks:
-                model(**made_up(model, len(TASKS), 16), task=task)  # type: ignore[arg-type]
+                model(**made_up(model, len(TASKS), 16), task=task)
             yield Row(f"keep={keep}", when, alone + (keep - 1) * expert, megabytes(model) - before, 1.02)
     (dense, whole), names = models("nomic", tiny), cycle(TASKS)
     inputs = made_up(dense, *((2, 8) if tiny else (64, 256)))
@@ -377,7 +379,7 @@ def encode(tiny: bool) -> Iterator[Row]:
         folder, corpus = source.parent, source.parent / "corpus.txt"
         corpus.write_text("\n".join(" ".join(text.split()) for text in texts), "utf-8")
         mote.upcycle(source, folder / "mote")
-        load = partial(load_encoder, device=DEVICE, dtype=str(DTYPE).removeprefix("torch."))
+        load = partial(load_encoder, device=DEVICE, dtype=str(DTYPE)[6:], trust_remote_code=True)
         loaded: dict[str, Any] = {"dense": load(source), "task LoRAs": load(source), "mote": load(folder / "mote")}
         adapted = loaded["task LoRAs"][0].model
         for task in TASKS:
