@@ -48,7 +48,7 @@ def run(words: argparse.Namespace, file: dict[str, Any]) -> list[str]:
     this |= {**{name: version(name) for name in LIBRARIES}, "commit": words.commit}
     if {name: file.get(name) for name in this} != this:
         file.clear()
-        file.update(this, parts={})
+        file.update(this, date=date.today().isoformat(), parts={})
     failed, spare = [], 0.0
     for name in words.parts or PARTS:
         if (known := name in file["parts"] and not words.again) or (name in NEEDING_GPU and not CUDA):

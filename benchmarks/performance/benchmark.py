@@ -1,6 +1,5 @@
 """Options and result of a benchmark; each module of this folder that has a `measure` function is one."""
 
-import math
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -34,27 +33,24 @@ class Target:
 
     Attributes:
         what: Name of the measure.
-        value: Measured value; None: not measured.
+        value: Measured value.
         limit: Highest allowed value, or the lowest with `at_least`.
         at_least: Whether higher is better.
     """
 
     what: str
-    value: float | None
+    value: float
     limit: float
     at_least: bool = False
 
     @property
     def met(self) -> bool:
         """Whether the value is within the limit."""
-        value = math.nan if self.value is None else self.value
-        return value >= self.limit if self.at_least else value <= self.limit
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
 
     def __str__(self) -> str:
         """Format as `forward, 1 x 16: 1.003 (≤ 1.01), met`."""
         sign = "≥" if self.at_least else "≤"
-        if self.value is None:
-            return f"{self.what}: not measured ({sign} {self.limit:g})"
         value = f"{self.value:.3f}" if self.value >= 0.001 else f"{self.value:.2g}"
         return f"{self.what}: {value} ({sign} {self.limit:g}), {'met' if self.met else 'MISSED'}"
 
