@@ -25,6 +25,7 @@ def compare(
     candidate: Callable[[], object],
     *,
     seconds: float = 6.0,
+    least: int = 7,
     synchronize: Callable[[], None] = lambda: None,
 ) -> Comparison:
     """Time two functions in turn, swapping their order from pair to pair.
@@ -32,15 +33,16 @@ def compare(
     Args:
         baseline: Reference.
         candidate: Function to compare with it.
-        seconds: Total measuring time; at least 7 pairs are run.
+        seconds: Total measuring time.
+        least: Pairs, at least.
         synchronize: Function that waits for a GPU.
     """
-    for _ in range(3):
+    for _ in range(min(3, least)):
         baseline()
         candidate()
     pairs: list[tuple[float, float]] = []
     started = time.perf_counter()
-    while len(pairs) < 7 or time.perf_counter() - started < seconds:
+    while len(pairs) < least or time.perf_counter() - started < seconds:
         if len(pairs) % 2:
             second, first = _time(candidate, synchronize), _time(baseline, synchronize)
         else:

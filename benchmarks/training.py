@@ -86,26 +86,32 @@ def memory(options: argparse.Namespace) -> None:
 
 def one_step(options: argparse.Namespace) -> None:
     """Run one step on synthetic texts in this process; print its peak memory in MB and its time in seconds."""
-    draw = random.Random(0)
     with tempfile.TemporaryDirectory() as folder:
-        data = Path(folder) / "data" / "retrieval" / "made"
-        data.mkdir(parents=True)
-        nouns = ("gold", "water", "river", "stone", "house", "light")
-        words = [" ".join(draw.choices(nouns, k=24)) for _ in range(500)]
-        with (data / "train.jsonl").open("w") as file:
-            for row in range(options.batch_size):
-                pair = {"query": f"{row} {words[row % 500]}", "positive": f"{row} {words[-row % 500]}"}
-                file.write(json.dumps(pair) + "\n")
-        mini = "null" if options.mini_batch_size is None else options.mini_batch_size
-        task = "{anchor: search_query, positive: search_document, batches: homogeneous, datasets: [retrieval/*]}"
-        settings = [*COMMON, f"model.source={options.model}", f"output={folder}/run", "model.max_length=16"]
-        settings += [f"tasks={{retrieval: {task}}}", f"data.folder={folder}/data", "training.max_steps=1"]
-        settings += [f"training.batch_size={options.batch_size}", f"training.mini_batch_size={mini}"]
-        run = TrainingRun(options.recipe, settings).prepare()
+        run = prepare(options.recipe, options.model, Path(folder), options.batch_size, options.mini_batch_size)
         began = time.perf_counter()
         run.trainer.train()
         seconds = time.perf_counter() - began
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000, seconds)
+
+
+def prepare(
+    recipe: str, model: str, folder: Path, rows: int, mini: int | None, *others: str, length: int = 16
+) -> TrainingRun:
+    """Prepare a run of one step on a batch of made-up pairs of `length` tokens."""
+    draw = random.Random(0)
+    data = folder / "data" / "retrieval" / "made"
+    data.mkdir(parents=True)
+    nouns = ("gold", "water", "river", "stone", "house", "light")
+    words = [" ".join(draw.choices(nouns, k=length + 8)) for _ in range(500)]
+    with (data / "train.jsonl").open("w") as file:
+        for row in range(rows):
+            pair = {"query": f"{row} {words[row % 500]}", "positive": f"{row} {words[-row % 500]}"}
+            file.write(json.dumps(pair) + "\n")
+    task = "{anchor: search_query, positive: search_document, batches: homogeneous, datasets: [retrieval/*]}"
+    settings = [*COMMON, f"model.source={model}", f"output={folder}/run", f"model.max_length={length}"]
+    settings += [f"tasks={{retrieval: {task}}}", f"data.folder={folder}/data", "training.max_steps=1"]
+    settings += [f"training.batch_size={rows}", f"training.mini_batch_size={'null' if mini is None else mini}"]
+    return TrainingRun(recipe, [*settings, *others]).prepare()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Speed and memory of MoTE compared with the dense model: the benchmarks of docs/performance.md.
+"""Speed and memory of MoTE compared with the dense model on a CPU: most of docs/performance.md.
 
     python -m benchmarks.performance --quick                                       # minutes: only checks that all run
     python -m benchmarks.performance --checkpoint FOLDER --data FOLDER > new.md    # an hour on a CPU
@@ -15,8 +15,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 
-import torch
-
 from benchmarks.performance.benchmark import Options, measure
 
 BENCHMARKS = {
@@ -25,8 +23,6 @@ BENCHMARKS = {
     "token_routing": "compared with a token-routed model of the same size",
     "many_experts": "forward pass with 1 to 64 experts",
     "loading": "loading one expert",
-    "residency": "device memory with one of four experts resident",
-    "switching": "switching experts from the CPU and from disk",
     "upcycling": "upcycling compared with copying the result",
     "exported": "encode with an exported expert, all CPU runtimes",
 }
@@ -62,8 +58,6 @@ def _arguments() -> tuple[Options, list[str]]:
     add("names", nargs="*", metavar="BENCHMARK", help="which benchmarks (default: all)")
     add("--checkpoint", type=Path, default=defaults.checkpoint, help="dense model (default: the repository's)")
     add("--data", type=Path, default=defaults.data, help="texts (default: the repository's)")
-    add("--device", default=defaults.device)
-    add("--dtype", default="float32", help="float32 (default) or bfloat16")
     add("--seconds", type=float, default=defaults.seconds, help="measuring time per ratio (default: %(default)s)")
     add("--quick", action="store_true", help="few repeats and small inputs, to check that it runs")
     words = parser.parse_args()
@@ -73,7 +67,6 @@ def _arguments() -> tuple[Options, list[str]]:
     if not (words.checkpoint / "config.json").is_file():
         parser.error(f"{words.checkpoint} has no config.json: expected a dense checkpoint")
     settings = {field.name: getattr(words, field.name) for field in fields(Options)}
-    settings["dtype"] = getattr(torch, words.dtype)
     return Options(**settings), words.names or list(BENCHMARKS)
 
 

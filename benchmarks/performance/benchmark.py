@@ -4,8 +4,6 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 
-import torch
-
 from mote.reporting import table as markdown_table
 
 ROOT = Path(__file__).parents[2]
@@ -18,16 +16,12 @@ class Options:
 
     Attributes:
         checkpoint: Dense checkpoint in Sentence-Transformers' format.
-        device: `cpu` or `cuda`.
-        dtype: Dtype of the weights.
         seconds: Measuring time per ratio.
         quick: Few repeats and small inputs, to check that the benchmark runs.
         data: Data folder, such as `examples/data`.
     """
 
     checkpoint: Path = SMALL_ENCODER
-    device: str = "cpu"
-    dtype: torch.dtype = torch.float32
     seconds: float = 6.0
     quick: bool = False
     data: Path = ROOT / "examples" / "data"
@@ -57,7 +51,8 @@ class Target:
     def __str__(self) -> str:
         """Format as `forward, 1 x 16: 1.003 (≤ 1.01), met`."""
         sign = "≥" if self.at_least else "≤"
-        return f"{self.what}: {self.value:.3f} ({sign} {self.limit:g}), {'met' if self.met else 'MISSED'}"
+        value = f"{self.value:.3f}" if self.value >= 0.001 else f"{self.value:.2g}"
+        return f"{self.what}: {value} ({sign} {self.limit:g}), {'met' if self.met else 'MISSED'}"
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,12 @@
 
 import copy
 from functools import partial
-from typing import Any
 
 import torch
 
 from benchmarks.pairing import compare
 from benchmarks.performance.benchmark import Benchmark, Options, Target
-from benchmarks.performance.models import load_dense, made_up, make_mote, milliseconds, seconds, waiting
+from benchmarks.performance.models import load_dense, made_up, make_mote, milliseconds, seconds
 from mote.remote.modeling_mote import pool
 
 
@@ -33,10 +32,9 @@ def measure(options: Options) -> Benchmark:
         with torch.inference_mode():
             if not torch.equal(run_dense().last_hidden_state, run_mote().last_hidden_state):
                 raise AssertionError(f"MoTE and the dense model differ for {batch} x {length}")
-            arguments: dict[str, Any] = {"seconds": seconds(options), "synchronize": waiting(options)}
-            found = compare(run_dense, run_mote, **arguments)
-            pooled = compare(run_pooled, run_mote, **arguments)
-            noise = compare(run_dense, run_twin, **arguments)
+            found = compare(run_dense, run_mote, seconds=seconds(options))
+            pooled = compare(run_pooled, run_mote, seconds=seconds(options))
+            noise = compare(run_dense, run_twin, seconds=seconds(options))
         times = [milliseconds(time) for time in (found.baseline, pooled.baseline, found.candidate)]
         ratios = [f"{ratio:.3f}" for ratio in (found.ratio, pooled.ratio, noise.ratio)]
         rows.append([f"{batch} x {length}", *times, *ratios])
@@ -47,7 +45,7 @@ def measure(options: Options) -> Benchmark:
         "Both models are loaded with `AutoModel`. The MoTE's time includes pooling over the tokens; the dense model's "
         "time includes its pooler, if it has one. In `dense and pooling`, the MoTE's pooling replaces that pooler.",
         "`dense / dense` compares the dense model with a copy of itself, which shows the noise of a ratio.",
-        f"{options.device}, {str(options.dtype).removeprefix('torch.')}, threads: {torch.get_num_threads()}.",
+        f"Threads: {torch.get_num_threads()}.",
     ]
     return Benchmark(
         "forward", "Forward pass of one task compared with the native dense model", columns, rows, targets, notes

@@ -89,10 +89,10 @@ def _write(options: Options, folder: Path) -> None:
 
 def _dense(options: Options) -> PreTrainedModel:
     if options.quick or options.checkpoint != SMALL_ENCODER:
-        return load_dense(options).cpu()
+        return load_dense(options)
     config = BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
     model: nn.Module = BertModel(config)
-    return model.to(options.dtype).eval()  # type: ignore[return-value]
+    return model.eval()  # type: ignore[return-value]
 
 
 def _bytes_needed(folder: Path) -> int:

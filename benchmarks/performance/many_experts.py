@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.pairing import compare
 from benchmarks.performance.benchmark import Benchmark, Options, Target
-from benchmarks.performance.models import load_dense, made_up, make_mote, milliseconds, seconds, waiting
+from benchmarks.performance.models import load_dense, made_up, make_mote, milliseconds, seconds
 
 
 def measure(options: Options) -> Benchmark:
@@ -23,7 +23,6 @@ def measure(options: Options) -> Benchmark:
                     partial(one, **inputs, task="task0"),
                     partial(many, **inputs, task=f"task{count - 1}"),
                     seconds=seconds(options),
-                    synchronize=waiting(options),
                 )
             times = [milliseconds(found.baseline), milliseconds(found.candidate)]
             rows.append([str(count), f"{batch} x {length}", *times, f"{found.ratio:.3f}"])

@@ -1,7 +1,7 @@
 """Models and inputs of several benchmarks: a dense model, a MoTE made from it, and real texts of four tasks."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -24,8 +24,8 @@ TASKS = list(COLUMNS)
 
 def load_dense(options: Options) -> PreTrainedModel:
     """Load the dense model with `AutoModel`, into memory rather than mapped from the file."""
-    model = AutoModel.from_pretrained(options.checkpoint, dtype=options.dtype).eval()
-    return copy.deepcopy(model).to(options.device)
+    model = AutoModel.from_pretrained(options.checkpoint, dtype=torch.float32).eval()
+    return copy.deepcopy(model)
 
 
 def make_mote(dense: PreTrainedModel, experts: Sequence[str] = TASKS, **settings: Any) -> MoTEModel:
@@ -55,13 +55,7 @@ def real_texts(options: Options, rows: int) -> dict[str, list[str]]:
 def tokenize(options: Options, texts: list[str], length: int = 128) -> dict[str, torch.Tensor]:
     """Tokenize texts as one batch padded to the longest."""
     tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
-    batch = tokenizer(texts, padding=True, truncation=True, max_length=length, return_tensors="pt")
-    return dict(batch.to(options.device))
-
-
-def waiting(options: Options) -> Callable[[], None]:
-    """Return a function that waits for the device."""
-    return torch.cuda.synchronize if options.device.startswith("cuda") else lambda: None
+    return dict(tokenizer(texts, padding=True, truncation=True, max_length=length, return_tensors="pt"))
 
 
 def seconds(options: Options) -> float:

@@ -46,7 +46,7 @@ def measure(load):
     model = eval(load)
     seconds = time.perf_counter() - started
     use(model)
-    return seconds, status("VmHWM") - before, status("VmRSS") - before
+    return seconds, status("VmHWM") - before
 
 
 logging.disable_progress_bar()
@@ -66,11 +66,10 @@ while done < rounds or time.perf_counter() - started < limit:
 
 
 class Load(NamedTuple):
-    """Seconds of loading a model; bytes of memory beyond those before, at the peak and after using it."""
+    """Seconds of loading a model; bytes of memory beyond those before, at the peak of loading and using it."""
 
     seconds: float
     peak: int
-    after: int
 
 
 def load_in_turn(loads: Sequence[str], small: Sequence[str], rounds: int, seconds: float = 0) -> list[list[Load]]:

@@ -2,27 +2,35 @@
 
 import copy
 from functools import partial
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from benchmarks.pairing import compare
 from benchmarks.performance.benchmark import Benchmark, Options, Target
-from benchmarks.performance.models import TASKS, load_dense, made_up, make_mote, milliseconds, seconds, waiting
+from benchmarks.performance.models import TASKS, load_dense, made_up, make_mote, milliseconds, seconds
 from mote.remote.token_routing_mote import TokenRoutedConfig, TokenRoutedModel
 
 SHAPES = ((1, 128), (32, 128))
+
+
+def make_routed(dense: PreTrainedModel, top: int = 1, experts: int = len(TASKS)) -> Any:
+    """Build a token-routed model from copies of the dense model's layers."""
+    config = TokenRoutedConfig(backbone_config=dense.config, num_experts=experts, num_experts_per_tok=top)
+    routed: Any = TokenRoutedModel(config, copy.deepcopy(dense)).to(dense.device, dense.dtype).eval()  # type: ignore[arg-type]
+    with torch.no_grad():  # a fresh router hardly distinguishes tokens; this one uses all experts
+        for name, parameter in routed.named_parameters():
+            if name.endswith("router.weight"):
+                parameter.normal_(generator=torch.Generator(dense.device).manual_seed(0))
+    return routed
 
 
 def measure(options: Options) -> Benchmark:
     """Compare MoTE with two implementations of routed experts in transformers."""
     dense = load_dense(options)
     mote = make_mote(dense)
-    config = TokenRoutedConfig(backbone_config=dense.config, experts=TASKS, num_experts_per_tok=1)
-    routed = TokenRoutedModel(config, copy.deepcopy(dense)).to(dense.device).eval()  # type: ignore[arg-type]
-    with torch.no_grad():  # a fresh router hardly distinguishes tokens; this one uses all experts
-        for name, parameter in routed.named_parameters():
-            if name.endswith("router.weight"):
-                parameter.normal_(generator=torch.Generator(options.device).manual_seed(0))
+    routed = make_routed(dense)
     rows, targets = [], []
     for implementation in ("eager", "grouped_mm"):
         routed.set_experts_implementation(implementation)
@@ -33,7 +41,6 @@ def measure(options: Options) -> Benchmark:
                     partial(mote, **inputs, task="search_query"),
                     partial(routed, **inputs),
                     seconds=seconds(options),
-                    synchronize=waiting(options),
                 )
             times = [milliseconds(found.candidate), milliseconds(found.baseline)]
             rows.append([implementation, f"{batch} x {length}", *times, f"{found.ratio:.3f}"])
