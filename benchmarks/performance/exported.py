@@ -11,6 +11,7 @@ from functools import partial
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,6 +70,7 @@ def _paths(options: Options, folder: Path, notes: list[str]) -> Iterator[Way]:
     weights = dense / "model.safetensors"
     yield "torch, float32", lambda: _in_torch(dense, torch.float32), weights
     yield "torch, bfloat16", lambda: _in_torch(dense, torch.bfloat16), weights
+    yield "torch, float32, compiled", lambda: _in_torch(dense, torch.float32, compiled=True), weights
     for backend, title in (("onnx", "ONNX Runtime"), ("openvino", "OpenVINO")):
         for quantize in (None, "int8"):
             out = folder / f"{backend}-{quantize}"
@@ -95,8 +97,11 @@ def _precisions(backend: str) -> list[tuple[str, dict[str, str] | None]]:
     return [("float32", {"INFERENCE_PRECISION_HINT": "f32"}), ("the CPU's preferred precision", None)]
 
 
-def _in_torch(folder: Path, dtype: torch.dtype) -> SentenceTransformer:
-    return SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": dtype})
+def _in_torch(folder: Path, dtype: torch.dtype, *, compiled: bool = False) -> SentenceTransformer:
+    model: Any = SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": dtype})
+    if compiled:
+        model[0].model.compile(dynamic=True)
+    return model
 
 
 def _cosines(expected: np.ndarray, found: np.ndarray) -> tuple[float, float]:

@@ -289,13 +289,11 @@ class MoTEConfig(PreTrainedConfig):
             ValueError: If the task is unknown, its expert was not loaded, or there is neither a task nor a default.
         """
         task = self._default() if task is None else task
-        require_known(task, self.tasks, "task")
-        expert = self.tasks[task]
-        if self.loaded_experts is not None and expert not in self.loaded_experts:
-            raise ValueError(
-                f"Task {task!r} needs the expert {expert!r}, which was not loaded: experts={self.loaded_experts}"
-            )
-        return expert
+        tasks, loaded = self.tasks, self.loaded_experts  # reading from a config of transformers takes time
+        require_known(task, tasks, "task")
+        if loaded is not None and tasks[task] not in loaded:
+            raise ValueError(f"Task {task!r} needs the expert {tasks[task]!r}, which was not loaded: experts={loaded}")
+        return tasks[task]
 
     def instruction_of(self, task: str) -> str:
         """Return the instruction of a task: its own, or that of its expert's task; possibly empty."""
