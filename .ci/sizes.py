@@ -22,22 +22,22 @@ LIBRARY = {
         ("src/mote/experts/*.py", "src/mote/upcycling/*.py", "src/mote/lengthening.py"),
         1740,
     ),
-    "inference": (("src/mote/inference/*.py",), 1210),
-    "serving": (("src/mote/serving.py",), 350),
+    "inference": (("src/mote/inference/*.py",), 1545),
+    "serving": (("src/mote/serving.py",), 355),
     "cli, integrations, hub, reporting": (
         ("src/mote/cli/*.py", "src/mote/integrations/*.py", "src/mote/hub.py", "src/mote/reporting.py"),
         1030,
     ),
 }
 REST = 650  # files, options, and what else is in the package
-ALL = 19_750
+ALL = 19_950
 OTHERS = {
-    "tests": (("tests/*.py",), 21_870),
-    "benchmarks, scripts": (("benchmarks/*.py", "scripts/*.py"), 2500),
+    "tests": (("tests/*.py",), 22_230),
+    "benchmarks, scripts": (("benchmarks/*.py", "scripts/*.py"), 2880),
     "research": (("research/*.py",), 2880),
     "examples": (("examples/*.py", ":!examples/small-mote"), 1199),  # 2,443 with the copies of remote code in it
 }
-DOCS = 28_650  # words, beside the results
+DOCS = 29_250  # words, beside the results
 RAISES = 12  # in 1,000 lines
 VALIDATION = 0.07  # of the lines of code
 

@@ -75,7 +75,7 @@ def test_from_files_to_a_model(tiny: Path, files: Path, tmp_path: Path, capsys: 
         "alike: 60 scored pairs (sentence1, sentence2, score); for sts, pair_classification",
     ):
         assert line in out
-    assert "2 steps at a learning rate of 0.0005 hardly train the model" in err
+    assert "2 steps at a learning rate of 0.00025 hardly train the model" in err
     model, source = trusted(tmp_path / "run" / "model"), SentenceTransformer(str(tiny))
     assert np.array_equal(model.encode(TEXTS), source.encode(TEXTS))  # the default task is the source itself
     assert "default task" not in capsys.readouterr().err  # so nobody needs a warning

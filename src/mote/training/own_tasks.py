@@ -29,7 +29,7 @@ def settings_for(rows: int, only_experts: bool) -> dict[str, Any]:
     return {
         "batch_size": batch_size,
         "num_train_epochs": epochs,
-        "learning_rate": 5e-4 if only_experts else 1e-4,
+        "learning_rate": 2.5e-4 if only_experts else 1e-4,
     }
 
 
