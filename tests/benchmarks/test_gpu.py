@@ -12,8 +12,8 @@ from benchmarks.gpu.__main__ import NEEDING_GPU, PARTS, main, show
 from benchmarks.gpu.parts import measure
 from mote.corpora.encoder import Encoder
 
-LONG = ("training", "compiled")
-QUICK = [name for name in PARTS if name not in (*LONG, *NEEDING_GPU)]
+QUICK = ("forward", "experts")
+LONG = [name for name in PARTS if name not in (*QUICK, *NEEDING_GPU)]
 BEFORE, AFTER = "# Page\n\nBefore.\n\n## On a GPU\n\n", "\n\n## After\n\nThe end.\n"
 
 

@@ -97,9 +97,9 @@ ONE_PASS, GRAPHS = (
         lambda *args, name=name, **settings: _sped_up(fresh_mote(*args, **settings), name),
         lambda *args, name=name, **settings: _sped_up(trained_mote(*args, **settings), name),
         MOTE.tasks,
-        [family(one, default=one in ("bert", "nomic_bert")) for one in FAMILIES],
+        [family(one, default=one == default) for one in FAMILIES],
     )
-    for name in ("one_pass", "graphs")
+    for name, default in (("one_pass", "nomic_bert"), ("graphs", "bert"))
 )
 KINDS = [MOTE, TOKEN_ROUTED, HIERARCHICAL, LOW_RANK, EIGHT_BITS, ONE_PASS, GRAPHS]
 
