@@ -45,7 +45,7 @@ def test_rows_of_several_tasks_share_a_pass() -> None:
     assert passes(model)[0] == 2
 
 
-@pytest.mark.parametrize("most", [48, 512])
+@pytest.mark.parametrize("most", [48, 256])
 def test_each_row_is_in_one_part_of_its_expert(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MOST_TOKENS, "cpu", most)
     group_rows, draw, mixed = OnePass(trained_mote("bert")), random.Random(0), 0

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mote.remote.modeling_mote import MoTEBlock, MoTEModel
 
 ANOTHER_EXPERT = 0.5  # cost of one more expert in a pass, in passes: see docs/performance.md
-MOST_TOKENS = {"cpu": 512}  # of a batch, with padding: what is larger than a CPU's cache runs as fast apart
+MOST_TOKENS = {"cpu": 256}  # of a batch, with padding: what is larger than a CPU's cache runs as fast apart
 _running = threading.local()  # `.parts` of the layer that the thread runs
 
 
