@@ -37,7 +37,7 @@ OTHERS = {
     "research": (("research/*.py",), 2880),
     "examples": (("examples/*.py", ":!examples/small-mote"), 1199),  # 2,443 with the copies of remote code in it
 }
-DOCS = 29_250  # words, beside the results
+DOCS = 29_270  # words, beside the results
 RAISES = 12  # in 1,000 lines
 VALIDATION = 0.07  # of the lines of code
 
