@@ -71,7 +71,7 @@ class SharedModule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the shared module."""
-        return self.module(*args, **kwargs)
+        return self.container._modules[self.name](*args, **kwargs)  # type: ignore[misc]
 
 
 class MoTEBlock(nn.Module):
