@@ -38,13 +38,13 @@ EXPERTS = ["alpha", "beta"]
 REPRESENTATIVES = {"nomic_bert", "bert", "mpnet", "distilbert", "modernbert", "qwen3", "gemma3_text"}
 
 
-def family(name: str, default: bool | None = None) -> Any:
+def family(name: str, default: bool | None = None, *, long: bool = False) -> Any:
     """One row, skipped where transformers lacks it; by default, only representatives are not in the tier `families`."""
     missing = name not in CONFIG_MAPPING
     marks = [pytest.mark.skipif(missing, reason="not in this version of transformers")]
     if not (name in REPRESENTATIVES if default is None else default):
         marks.append(pytest.mark.families)
-    return pytest.param(name, marks=marks)
+    return pytest.param(name, marks=[*marks, *([pytest.mark.long] if long else [])])
 
 
 all_families = pytest.mark.parametrize("name", [family(name) for name in FAMILIES])

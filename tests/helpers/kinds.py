@@ -97,7 +97,7 @@ ONE_PASS, GRAPHS = (
         lambda *args, name=name, **settings: _sped_up(fresh_mote(*args, **settings), name),
         lambda *args, name=name, **settings: _sped_up(trained_mote(*args, **settings), name),
         MOTE.tasks,
-        [family(one, default=one == default) for one in FAMILIES],
+        [family(one, default=one == default, long=True) for one in FAMILIES],
     )
     for name, default in (("one_pass", "nomic_bert"), ("graphs", "bert"))
 )
