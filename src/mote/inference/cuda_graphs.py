@@ -88,11 +88,11 @@ class CudaGraphs:
             return backbone(**inputs, expert=expert)
         weights = [next(part.parameters()).data_ptr() for part in (self.block.experts[expert], self.block.shared)]
         key = (expert, size, *tensors)
+        if key not in self.captured and len(self.captured) >= MOST_GRAPHS:
+            return backbone(**inputs, expert=expert)
         with self.lock, torch.inference_mode(mode=False), torch.no_grad():
             captured = self.captured.get(key)
             if captured is None or captured.weights != weights:
-                if captured is None and len(self.captured) == MOST_GRAPHS:
-                    return backbone(**inputs, expert=expert)
                 pad = self.model.config.backbone_config.pad_token_id or 0
                 padding = {**dict.fromkeys(tensors, 0), "attention_mask": 0, "input_ids": pad}
                 self.captured[key] = captured = Captured(backbone, expert, size, padding, weights, self.recorder)

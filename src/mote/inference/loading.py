@@ -36,8 +36,8 @@ def load(
         offload: `"disk"` or `"cpu"`: at most `keep` experts are ever in memory, or on the device; see `offload`.
         keep: Number of experts on the device, with `offload`.
         route: `"auto"`: the model's router (`mote route`) picks the task of each row of `input_ids` without one.
-        one_pass: As in `speed_up`, as is `cuda_graphs`.
-        cuda_graphs: For short texts on a GPU, which `device_map="cuda"` loads to.
+        one_pass: See `speed_up`.
+        cuda_graphs: See `speed_up`; with `device_map="cuda"`.
         **kwargs: Arguments of `from_pretrained`: `revision`, `dtype`, `device_map`, `attn_implementation` …
     """
     import mote.auto  # noqa: F401  # so the model can be pickled

@@ -42,7 +42,7 @@ def speed_up(model: "MoTEModel", *, one_pass: bool = False, cuda_graphs: bool = 
         model.graphs = CudaGraphs(model) if cuda_graphs else None
         try:  # a backbone of another kind, by its layer_path
             same = F.cosine_similarity(model(input_ids=ids, task=tasks).pooler_output, expected).min() > 0.99
-            problem = None if same else "the results are others"
+            problem = None if same else "the results differ"
         except Exception as error:
             problem = first_line(error)
         if problem is not None:
