@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from transformers.utils import logging
@@ -62,6 +62,34 @@ EXPERT_NAME = re.compile(r"[\w-]+")
 
 # Settings of the backbone that readers of `config.json` expect of any text encoder.
 SIZES = ("hidden_size", "num_hidden_layers", "max_position_embeddings", "vocab_size")
+
+
+class Architecture(NamedTuple):
+    """What differs between model families: a row of `ARCHITECTURES`."""
+
+    layer_path: str  # of the list of layers in the model
+    shared_modules: tuple[str, ...]  # paths, in a layer, of the modules that all experts share: attention and its norms
+
+
+_BERT = Architecture("encoder.layer", ("attention.self", "attention.output.dense"))
+_PRE_NORM = Architecture("layers", ("self_attn", "input_layernorm"))
+_SANDWICH_NORM = Architecture("layers", ("self_attn", "input_layernorm", "post_attention_layernorm"))
+
+ARCHITECTURES = {
+    **dict.fromkeys(["nomic_bert", "jina_embeddings_v3", "gte"], Architecture("layers", ("self_attn",))),
+    **dict.fromkeys(["bert", "roberta", "xlm-roberta", "camembert", "electra", "ernie"], _BERT),
+    "mpnet": Architecture("encoder.layer", ("attention.attn",)),
+    "distilbert": Architecture("transformer.layer", ("attention",)),
+    "modernbert": Architecture("layers", ("attn", "attn_norm")),
+    **dict.fromkeys(["eurobert", "mistral", "qwen2", "qwen3", "llama"], _PRE_NORM),
+    **dict.fromkeys(["gemma2", "gemma3_text"], _SANDWICH_NORM),
+}
+
+REFUSED_ARCHITECTURES = {
+    "albert": "it uses one layer again and again, so its blocks cannot have experts of their own",
+    "deberta": "it does not pass keyword arguments down to its layers, so they cannot be told the expert",
+    "deberta-v2": "it does not pass keyword arguments down to its layers, so they cannot be told the expert",
+}
 
 
 def alternatives(name: str, known: Iterable[str]) -> str:
@@ -120,7 +148,7 @@ class MoTEConfig(PreTrainedConfig):
         loaded_experts: The experts whose weights are present; the others are known by name only. Default: all.
             Set by `from_pretrained(path, experts=[…])`.
         layer_path: Path of the backbone's list of layers, as in `"encoder.layer"`. Only needed for architectures that
-            are not in the table of `architectures_mote.py`.
+            are not in `ARCHITECTURES`.
         shared_modules: The submodules of each layer that all experts share. Needed together with `layer_path`.
 
     Raises:
@@ -264,6 +292,22 @@ class MoTEConfig(PreTrainedConfig):
     def available_tasks(self) -> dict[str, str]:
         """The tasks whose expert is present, with that expert, in the order of `tasks`."""
         return {task: expert for task, expert in self.tasks.items() if expert in self.available_experts}
+
+    @property
+    def architecture(self) -> Architecture:
+        """The backbone's row of `ARCHITECTURES`, or that which the settings describe; `ValueError` if there is none."""
+        model_type = self.backbone_config.model_type
+        reason = REFUSED_ARCHITECTURES.get(model_type)
+        if self.layer_path is not None and reason is None:
+            return Architecture(self.layer_path, tuple(self.shared_modules or ()))
+        if model_type not in ARCHITECTURES:
+            unknown = (
+                "describe it by its layer_path (of the list of layers, as in 'encoder.layer') and shared_modules (of "
+                "the attention, in a layer), or `--layer-path … --shared-module …`."
+                + alternatives(model_type, ARCHITECTURES)
+            )
+            raise ValueError(f"MoTE does not support {model_type!r}: {reason or unknown}")
+        return ARCHITECTURES[model_type]
 
     @property
     def mote_layer_indices(self) -> list[int]:

@@ -11,7 +11,7 @@ from helpers.pages import option_types
 from helpers.paths import ROOT
 
 from mote.cli import VERBS
-from mote.remote.architectures_mote import ARCHITECTURES
+from mote.remote.configuration_mote import ARCHITECTURES
 from mote.settings import Settings
 from mote.training.pretraining_recipe import PretrainingRecipe
 from mote.training.recipe import Recipe, shipped_recipes

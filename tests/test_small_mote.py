@@ -34,7 +34,7 @@ def test_it_is_small_and_complete() -> None:
 
 def test_its_code_is_that_of_the_project() -> None:
     copies = [SMALL_MOTE / name for name in FILES if name.endswith(".py")]
-    assert len(copies) == 6
+    assert len(copies) == 5
     for file in copies:
         assert file.read_bytes() == (REMOTE / file.name).read_bytes(), f"{file}: copy {file.name} from {REMOTE}"
 

@@ -29,7 +29,7 @@ from benchmarks.training import prepare
 from mote.corpora.encoder import Encoder
 from mote.data.texts import find_texts
 from mote.inference.loading import load_encoder
-from mote.remote.architectures_mote import ARCHITECTURES
+from mote.remote.configuration_mote import ARCHITECTURES
 from mote.remote.modeling_mote import MoTEModel, pool
 
 CUDA = torch.cuda.is_available()

@@ -32,12 +32,12 @@ from packaging.version import Version
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModel, MPNetModel, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import TransformersKwargs, cached_file, can_return_tuple, logging
 from transformers.utils.hub import extract_commit_hash
 
-from .architectures_mote import MPNetBackbone, architecture_of
 from .configuration_mote import MoTEConfig, as_imported, require_known
 from .mixed_batch_mote import groups_of, lengths_of
 from .weights_mote import WeightFiles, find_files, find_index, read_index, weight_map
@@ -167,10 +167,9 @@ class MoTEModel(PreTrainedModel):
         self.backbone = _adapt(AutoModel.from_config(config.backbone_config) if backbone is None else backbone)
         named = inspect.signature(self.backbone.forward).parameters
         self.arguments = {*named, *TransformersKwargs.__annotations__, *TOKENIZER_EXTRAS, *self.own_arguments}
-        layers: Any = self.backbone.get_submodule(architecture_of(config).layer_path)
-        for index, layer in enumerate(layers):
+        for index, layer in enumerate(self.layers):
             if index in config.mote_layer_indices:
-                layers[index] = self._make_block(layer)
+                self.layers[index] = self._make_block(layer)
             else:
                 layer.register_forward_pre_hook(self._without_routing, with_kwargs=True)
         if "ForMaskedLM" in str(config.architectures) and self._auto_class == "AutoModel":
@@ -179,7 +178,7 @@ class MoTEModel(PreTrainedModel):
         self.post_init()
 
     def _shared_modules(self, layer: nn.Module) -> tuple[str, ...]:
-        return architecture_of(self.config).shared_modules
+        return self.config.architecture.shared_modules
 
     def _make_block(self, layer: nn.Module) -> nn.Module:
         return MoTEBlock(layer, self.config.available_experts, self._shared_modules(layer))
@@ -189,10 +188,14 @@ class MoTEModel(PreTrainedModel):
         return args, {name: value for name, value in kwargs.items() if name != cls.routing_argument}
 
     @property
+    def layers(self) -> Any:
+        """The backbone's list of layers; those that have experts are blocks."""
+        return self.backbone.get_submodule(self.config.architecture.layer_path)
+
+    @property
     def blocks(self) -> list[MoTEBlock]:
         """The blocks that have experts, in order."""
-        layers: Any = self.backbone.get_submodule(architecture_of(self.config).layer_path)
-        return [layers[index] for index in self.config.mote_layer_indices]
+        return [self.layers[index] for index in self.config.mote_layer_indices]
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the token embeddings, which all experts share."""
@@ -304,8 +307,7 @@ class MoTEModel(PreTrainedModel):
 
         Takes the arguments of `torch.compile`; `dynamic` is True by default. Call it again after adding an expert.
         """
-        layers: Any = self.backbone.get_submodule(architecture_of(self.config).layer_path)
-        for layer in layers:
+        for layer in self.layers:
             for module in layer.experts.values() if isinstance(layer, MoTEBlock) else [layer]:
                 module.compile(*args, **{"dynamic": True, **kwargs})
 
@@ -518,6 +520,17 @@ def pool(hidden: torch.Tensor, attention_mask: torch.Tensor | None, mode: str) -
         attention_mask = attention_mask * torch.arange(hidden.shape[1], device=hidden.device)
     token = attention_mask.long().argmax(dim=1)
     return hidden[torch.arange(hidden.shape[0], device=hidden.device), token]
+
+
+class MPNetBackbone(MPNetModel):
+    """MPNet with a forward that passes keyword arguments on to the encoder; the original drops them."""
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
+        """Embed, mask and encode, as in the base class."""
+        others = {name: kwargs.pop(name, None) for name in ("position_ids", "inputs_embeds")}
+        embedded = self.embeddings(input_ids=input_ids, **others)
+        mask = create_bidirectional_mask(config=self.config, inputs_embeds=embedded, attention_mask=attention_mask)
+        return self.encoder(embedded, attention_mask=mask, **{**kwargs, "return_dict": True})
 
 
 def _adapt(backbone: PreTrainedModel) -> PreTrainedModel:

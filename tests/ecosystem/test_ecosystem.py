@@ -11,6 +11,7 @@ import re
 import runpy
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -155,10 +156,17 @@ def test_row(library: str, best: bool, reference: Reference) -> None:
 
 
 @pytest.mark.slow  # installs packages of npm
-def test_transformers_js(reference: Reference, program: Callable) -> None:
+@pytest.mark.parametrize("expert", [None, "clustering"])  # the only one of the page's model, one of all
+def test_transformers_js(expert: str | None, reference: Reference, program: Callable, tmp_path: Path) -> None:
     if shutil.which("npm") is None:
         pytest.skip("npm is not installed")
     ((heading, code),) = blocks("js")
+    if expert:
+        pytest.importorskip("onnxscript")
+        folder = str(tmp_path / "all")
+        export = ["export", reference.folder, "--backend", "onnx", "--out", folder]
+        subprocess.run([sys.executable, "-m", "mote", *export], check=True)
+        code = code.replace('dtype: "fp32"', f'dtype: "fp32", model_file_name: "{expert}"').replace(EXPORTED, folder)
     file = program(heading, code, "program.mjs")
     options = ["--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error"]
     installed = subprocess.run(["npm", "install", *options, "@huggingface/transformers@4"], cwd=file.parent)

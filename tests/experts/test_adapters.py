@@ -18,7 +18,7 @@ import mote
 from mote.checkpoints.provenance import read_steps
 from mote.cli import main
 from mote.experts import open_expert
-from mote.remote.architectures_mote import ARCHITECTURES
+from mote.remote.configuration_mote import ARCHITECTURES
 from mote.remote.modeling_mote import MoTEModel
 
 

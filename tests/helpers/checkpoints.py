@@ -23,7 +23,7 @@ HEADS = {
 }
 
 # The code of a model with task experts in Sentence-Transformers.
-_FILES = ("architectures", "configuration", "mixed_batch", "modeling", "sentence_transformer", "weights")
+_FILES = ("configuration", "mixed_batch", "modeling", "sentence_transformer", "weights")
 TASK_MOTE = {f"{name}_mote.py" for name in _FILES}
 
 _LETTERS = list(string.ascii_lowercase)

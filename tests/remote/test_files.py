@@ -34,7 +34,7 @@ FILES = {
 }
 
 
-def test_a_task_model_carries_six_files_that_are_read_in_a_quarter_of_an_hour(trained_folder: Path) -> None:
+def test_a_task_model_carries_five_files_that_are_read_in_a_quarter_of_an_hour(trained_folder: Path) -> None:
     assert code_in(trained_folder) == TASK_MOTE
     texts = [(trained_folder / name).read_text(encoding="utf-8") for name in TASK_MOTE]
     assert sum(len(text.splitlines()) for text in texts) <= 1570

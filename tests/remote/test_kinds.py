@@ -28,7 +28,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from mote.experts import parameter_counts
-from mote.remote.architectures_mote import ARCHITECTURES
+from mote.remote.configuration_mote import ARCHITECTURES
 
 
 def saved_and_loaded(model: PreTrainedModel, name: str, folder: Path, **settings: Any) -> Any:

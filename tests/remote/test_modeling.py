@@ -23,8 +23,7 @@ from helpers.families import (
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mote.remote.architectures_mote import ARCHITECTURES, architecture_of
-from mote.remote.configuration_mote import MoTEConfig
+from mote.remote.configuration_mote import ARCHITECTURES, MoTEConfig
 from mote.remote.modeling_mote import MoTEModel, pool
 
 
@@ -224,7 +223,7 @@ def test_weights_that_do_not_match_the_config(tmp_path: Path) -> None:
 def test_an_unsupported_architecture_stays_one_if_it_is_described() -> None:
     described = {"layer_path": "encoder.layer", "shared_modules": ["attention"]}
     with pytest.raises(ValueError, match="does not support 'deberta-v2': it does not pass keyword arguments down"):
-        architecture_of(MoTEConfig(backbone_config={"model_type": "deberta-v2"}, **described))
+        _ = MoTEConfig(backbone_config={"model_type": "deberta-v2"}, **described).architecture
 
 
 def test_copies_on_several_gpus_in_one_process_are_refused() -> None:

@@ -29,8 +29,7 @@ from sentence_transformers.sentence_transformer import losses
 from torch import nn
 
 from mote import plan_upcycling, upcycle
-from mote.remote.architectures_mote import ARCHITECTURES
-from mote.remote.configuration_mote import MoTEConfig
+from mote.remote.configuration_mote import ARCHITECTURES, MoTEConfig
 from mote.remote.modeling_mote import MoTEModel
 from mote.remote.token_routing_mote import (
     FEED_FORWARDS,

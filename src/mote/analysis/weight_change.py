@@ -15,7 +15,6 @@ from mote.analysis.measures import Array
 from mote.checkpoints.models import load_dense, load_mote
 from mote.checkpoints.reading import Checkpoint, open_checkpoint
 from mote.checkpoints.tensors import weight_name
-from mote.remote.architectures_mote import architecture_of
 from mote.remote.configuration_mote import MoTEConfig
 from mote.remote.modeling_mote import MoTEModel
 
@@ -97,7 +96,7 @@ def _weights(model: MoTEModel, pooling: bool = True) -> Weights:
 
 def _parts(config: MoTEConfig, key: str, weight: torch.Tensor) -> Iterator[tuple[str, int | None, torch.Tensor]]:
     expert, layer, dense = weight_name(key, config)
-    found = re.match(rf"{re.escape(architecture_of(config).layer_path)}\.(\d+)\.(.+)", dense)
+    found = re.match(rf"{re.escape(config.architecture.layer_path)}\.(\d+)\.(.+)", dense)
     if expert is not None or found is None:
         yield expert or "", layer, weight
     elif config.routes_by_task:

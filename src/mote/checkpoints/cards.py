@@ -27,8 +27,7 @@ from mote.checkpoints.sentence_transformers import source_pooling, source_prompt
 from mote.checkpoints.st_settings import Pipeline
 from mote.checkpoints.tensors import experts_are_copies, parameter_counts, read_shapes, token_routing
 from mote.files import replaced
-from mote.remote.architectures_mote import ARCHITECTURES
-from mote.remote.configuration_mote import MTEB_PROMPTS, MoTEConfig
+from mote.remote.configuration_mote import ARCHITECTURES, MTEB_PROMPTS, MoTEConfig
 from mote.reporting import millions
 
 logger = logging.getLogger(__name__)

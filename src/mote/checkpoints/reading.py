@@ -17,8 +17,7 @@ from mote.checkpoints.provenance import read_steps
 from mote.checkpoints.st_settings import ENCODERS, Pipeline
 from mote.checkpoints.tensors import MappedFiles, is_finite, read_on_meta, read_shapes
 from mote.files import read_json, sha256_of
-from mote.remote.architectures_mote import ARCHITECTURES
-from mote.remote.configuration_mote import MoTEConfig
+from mote.remote.configuration_mote import ARCHITECTURES, MoTEConfig
 from mote.remote.weights_mote import find_files, read_index
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,6 @@ from torch import nn
 from transformers.modeling_utils import load_state_dict
 
 from mote.files import refuse_pointer
-from mote.remote.architectures_mote import architecture_of
 from mote.remote.configuration_mote import MoTEConfig
 from mote.remote.weights_mote import HEAD
 
@@ -40,7 +39,7 @@ def weight_name(key: str, config: MoTEConfig) -> WeightName:
     `.experts.NAME.`.
     """
     dense = key.removeprefix("backbone.")
-    layers = architecture_of(config).layer_path
+    layers = config.architecture.layer_path
     found = re.fullmatch(rf"{re.escape(layers)}\.(\d+)\.(?:shared|experts\.([^.]+))\.(.+)", dense)
     if found is None or int(found[1]) not in config.mote_layer_indices:
         return WeightName(None, None, dense)

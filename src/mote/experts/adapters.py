@@ -7,7 +7,6 @@ import torch
 from mote.checkpoints.models import load_dense
 from mote.checkpoints.reading import open_dense
 from mote.experts.blocks import weights_by_expert
-from mote.remote.architectures_mote import architecture_of
 from mote.remote.modeling_mote import MoTEModel
 
 
@@ -45,7 +44,7 @@ def merged_weights(adapter: Path, base: str, model: MoTEModel) -> dict[str, torc
             problem = f"its weights are not those of an adapter of {type(dense).__name__}"
         else:
             dense = adapted.merge_and_unload(safe_merge=True)
-            changed, blocks = differing(), f"{architecture_of(model.config).layer_path}."
+            changed, blocks = differing(), f"{model.config.architecture.layer_path}."
             if outside := [key for key in changed if not key.startswith(blocks)]:
                 changed, problem = outside, "it changes what is outside of the blocks, such as embeddings"
             elif changed:

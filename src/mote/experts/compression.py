@@ -8,7 +8,6 @@ from mote.checkpoints.tensors import without_head
 from mote.checkpoints.transform import Verb
 from mote.experts.blocks import require_mergeable
 from mote.experts.exporting import export
-from mote.remote.architectures_mote import architecture_of
 from mote.remote.compression_mote import CompressedConfig, CompressedModel, compress_block
 from mote.remote.configuration_mote import MoTEConfig
 from mote.remote.modeling_mote import MoTEModel
@@ -58,7 +57,7 @@ def compress(model: MoTEModel, *, rank: int | None = None, bits: int | None = No
 
 def expert_bytes(model: MoTEModel) -> int:
     """Count the bytes of all experts and, if they are stored as differences from their mean, of the mean."""
-    attention = tuple(f"{path}." for path in architecture_of(model.config).shared_modules)
+    attention = tuple(f"{path}." for path in model.config.architecture.shared_modules)
     weights = [weight for block in model.blocks for weight in block.experts.parameters()]
     for block in model.blocks:
         weights += [weight for path, weight in block.shared.named_parameters() if not path.startswith(attention)]

@@ -14,7 +14,6 @@ from torch import nn
 from mote.checkpoints.transform import Verb
 from mote.experts.artefact import ExpertArtefact
 from mote.experts.blocks import mean_of_experts, require_editable, set_experts, weights_by_expert
-from mote.remote.architectures_mote import architecture_of
 from mote.remote.configuration_mote import GENERAL, MoTEConfig, require_known
 from mote.remote.modeling_mote import MoTEModel
 
@@ -129,7 +128,7 @@ def _copies(model: MoTEModel, like: str, new_weights: Mapping[str, torch.Tensor]
     for index, block in zip(model.config.mote_layer_indices, model.blocks, strict=True):
         shared: dict[int, Any] = {id(module): module for module in block.shared.modules()}  # targets of `SharedModule`
         copies[str(index)] = copy.deepcopy(block.experts[like], shared)
-    prefix = f"{architecture_of(model.config).layer_path}."
+    prefix = f"{model.config.architecture.layer_path}."
     copies.load_state_dict({key.removeprefix(prefix): weight for key, weight in new_weights.items()})
     return list(copies.values())
 

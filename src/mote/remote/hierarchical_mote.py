@@ -16,7 +16,6 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from .architectures_mote import architecture_of
 from .configuration_mote import MoTEConfig, of_backbone, require_known
 from .modeling_mote import MoTEModel
 from .token_routing_mote import (
@@ -46,7 +45,7 @@ class HierarchicalMoTEConfig(MoTEConfig):
         given = backbone.get("model_type", "") if isinstance(backbone, dict) else backbone.model_type
         require_known(given, ["", TokenRoutedConfig.model_type], "model_type of backbone_config:")
         self.backbone_config = TokenRoutedConfig(**backbone) if isinstance(backbone, dict) else backbone
-        architecture = architecture_of(self.backbone_config)
+        architecture = self.backbone_config.architecture
         self.layer_path, self.shared_modules = f"backbone.{architecture.layer_path}", [*architecture.shared_modules]
         super().__post_init__(**kwargs)
 

@@ -8,8 +8,14 @@ from mote.checkpoints.definitions import instruction_with
 from mote.checkpoints.reading import ATTENTION_POOLING, TOKEN_ROUTED, Checkpoint, is_mote, mote_class
 from mote.checkpoints.sentence_transformers import prompts_of, source_prompts
 from mote.checkpoints.st_settings import Pipeline, Retrieval, retrieval_in, wanted_retrieval
-from mote.remote.architectures_mote import ARCHITECTURES
-from mote.remote.configuration_mote import MTEB_PROMPTS, PAPER_INSTRUCTIONS, ROLE_HINTS, UNSEEN_TASKS, MoTEConfig
+from mote.remote.configuration_mote import (
+    ARCHITECTURES,
+    MTEB_PROMPTS,
+    PAPER_INSTRUCTIONS,
+    ROLE_HINTS,
+    UNSEEN_TASKS,
+    MoTEConfig,
+)
 from mote.upcycling.options import (
     POOLING_BY_ATTENTION,
     POOLING_SIZES,
