@@ -16,7 +16,8 @@ from transformers import AutoModel
 
 import mote
 from mote.inference import cuda_graphs
-from mote.inference.one_pass import MOST_TOKENS, OnePass, Parts
+from mote.inference.one_pass import SEVERAL, OnePass, Parts, cost
+from mote.remote.mixed_batch_mote import groups_of
 from mote.remote.modeling_mote import MoTEBlock
 
 CPU = torch.device("cpu")
@@ -45,9 +46,9 @@ def test_rows_of_several_tasks_share_a_pass() -> None:
     assert passes(model)[0] == 2
 
 
-@pytest.mark.parametrize("most", [48, 256])
-def test_each_row_is_in_one_part_of_its_expert(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MOST_TOKENS, "cpu", most)
+@pytest.mark.parametrize("several", [1.0, 1.15])
+def test_each_row_is_in_one_part_of_its_expert(several: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SEVERAL, "cpu", several)
     group_rows, draw, mixed = OnePass(trained_mote("bert")), random.Random(0), 0
     for _ in range(100):
         count, length = draw.randint(1, 12), draw.randint(1, 60)
@@ -64,10 +65,14 @@ def test_each_row_is_in_one_part_of_its_expert(most: int, monkeypatch: pytest.Mo
             assert group.length == max(lengths[row] for row in rows)
             assert len({name for name, _ in parts}) == len(parts)
             mixed += len(parts) > 1
-            assert len(parts) == 1 or len(rows) * group.length <= most
             seen += rows
         assert sorted(seen) == list(range(count))
+        assert sum(cost(group, "cpu") for group in groups) <= sum(
+            cost(group, "cpu") for group in groups_of(experts, lengths, CPU)
+        )
     assert mixed > 5
+    with torch.no_grad():  # many tokens run faster apart
+        assert len(group_rows([*"ab"] * 16, [64] * 32, CPU)) == (1 if several == 1 else 2)
 
 
 @pytest.mark.parametrize("change", ["gradients", "training", "hook", "compiled"])

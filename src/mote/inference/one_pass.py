@@ -7,6 +7,7 @@ saves the start of the other passes, which is most of the time of short rows.
 
 import copy
 import threading
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,8 +18,9 @@ from mote.remote.mixed_batch_mote import PADDING_PER_GROUP, Group, groups_of, po
 if TYPE_CHECKING:
     from mote.remote.modeling_mote import MoTEBlock, MoTEModel
 
-ANOTHER_EXPERT = 0.5  # cost of one more expert in a pass, in passes: see docs/performance.md
-MOST_TOKENS = {"cpu": 256}  # of a batch, with padding: what is larger than a CPU's cache runs as fast apart
+# Both fit what docs/performance.md lists.
+ANOTHER_EXPERT = 0.5  # cost of one more expert in a pass, in passes
+SEVERAL = defaultdict(lambda: 1.0, cpu=1.15)  # cost of a token in a pass of several experts, in tokens
 _running = threading.local()  # `.parts` of the layer that the thread runs
 
 
@@ -47,19 +49,9 @@ class OnePass:
         )
         if unusual or (model.graphs is not None and model.graphs.bucket(len(experts), max(lengths))):
             return apart
-        start, rows = PADDING_PER_GROUP[device.type], [*range(len(experts))]
-        if len(rows) * max(lengths) > MOST_TOKENS.get(device.type, float("inf")):
-            return apart
-        together = [self._group(part, experts, lengths, device) for part in split(rows, lengths, start)]
-
-        def cost(groups: list[Group]) -> float:
-            more = sum(len(getattr(group.expert, "parts", "1")) - 1 for group in groups)
-            return start * (len(groups) + ANOTHER_EXPERT * more) + sum(
-                group.length * (len(rows[group.rows]) if isinstance(group.rows, slice) else len(group.rows))
-                for group in groups
-            )
-
-        return min(apart, together, key=cost)
+        parts = split([*range(len(experts))], lengths, PADDING_PER_GROUP[device.type])
+        together = [self._group(part, experts, lengths, device) for part in parts]
+        return min(apart, together, key=lambda groups: sum(cost(group, device.type) for group in groups))
 
     def _group(self, rows: list[int], experts: list[str], lengths: list[int], device: torch.device) -> Group:
         rows = sorted(rows, key=lambda row: experts.index(experts[row]))
@@ -98,6 +90,14 @@ class Parts(NamedTuple):
                 del _running.parts
 
         return run
+
+
+def cost(group: Group, device: str) -> float:
+    """Estimate the cost of a pass on a kind of device, in tokens."""
+    others = len(group.expert.parts) - 1 if isinstance(group.expert, Parts) else 0
+    rows = group.rows.stop - group.rows.start if isinstance(group.rows, slice) else len(group.rows)
+    tokens = rows * group.length * (SEVERAL[device] if others else 1)
+    return PADDING_PER_GROUP[device] * (1 + ANOTHER_EXPERT * others) + tokens
 
 
 class EachExpert:
