@@ -55,7 +55,7 @@ def measure(options: Options) -> Benchmark:
                 f"{in_one.ratio:.3f}",
             ]
         )
-        if inputs["input_ids"].numel() > ROWS * 16:  # four passes of fewer tokens through a small model are mostly Python
+        if inputs["input_ids"].numel() > ROWS * 16:  # fewer are mostly Python
             targets.append(Target(f"four tasks, {name}", found.ratio, 1.05))
         targets.append(Target(f"four tasks, {name}, one pass / a pass for each", in_one.ratio, 1.05))
     columns = ["batch", "tokens, without padding", "dense, ms", "MoTE, ms", "MoTE / dense", "one pass / MoTE"]

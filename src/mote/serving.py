@@ -35,8 +35,8 @@ from starlette.routing import Route
 
 from mote.checkpoints.hashing import folder_hash
 from mote.checkpoints.reading import open_mote
-from mote.inference.loading import load_any_encoder, weight_ids
-from mote.inference.routing import AUTO, ROUTER_FILE, Router, open_router
+from mote.inference.loading import AUTO, load_any_encoder, weight_ids
+from mote.inference.routing import ROUTER_FILE, Router, open_router
 from mote.inference.speed import speed_up
 from mote.reporting import label_models
 from mote.settings import Settings, alternatives

@@ -23,8 +23,7 @@ from mote.data.columns import LABEL, STRING, check_value
 from mote.data.rows import find_datasets, read_rows
 from mote.data.settings import DatasetSource
 from mote.files import read_json, replaced
-from mote.inference.loading import weight_ids
-from mote.inference.routing import AUTO, open_router
+from mote.inference.loading import AUTO, weight_ids
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -74,6 +73,8 @@ def embed_corpus(
         try:
             read, task = read_texts(files, chosen), chosen.task
             if task == AUTO:
+                from mote.inference.routing import open_router  # imports torch, which `--help` does not need
+
                 task = None
                 router = open_router(encoder.model, encoder.source, encoder.commit)
                 read = (text._replace(task=router.tasks_of([text.text])[0]) for text in read)

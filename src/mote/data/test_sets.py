@@ -19,7 +19,6 @@ from mote.data.columns import LABEL, NUMBER, STRING, Example, RowType, check_val
 from mote.data.ranking import normalized
 from mote.data.rows import ENDINGS, Location, Row, read_files, split_files
 from mote.data.settings import DatasetSource
-from mote.remote.configuration_mote import alternatives
 
 logger = logging.getLogger(__name__)
 
@@ -240,6 +239,8 @@ def read_classification(dataset: EvaluationDataset) -> dict[str, Rows]:
     labels = {row["label"] for row in splits["train"]}
     unseen = [row["label"] for row in splits["test"] if row["label"] not in labels]
     if len(unseen) > MAX_UNSEEN * len(splits["test"]):
+        from mote.remote.configuration_mote import alternatives  # imports torch, which `mote mine --help` does not need
+
         raise ValueError(
             f"{dataset.path}: {len(unseen)} test rows have labels that the train split lacks, for instance "
             f"{unseen[0]!r}." + alternatives(unseen[0], sorted(labels))

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mote.remote.configuration_mote import MoTEConfig
     from mote.remote.modeling_mote import MoTEModel
 
+AUTO = "auto"  # in place of a task: the router picks one for each text
 SYNONYMS = {"query": ("search_query",), "document": ("search_document", "passage", "corpus")}
 """Role → other names that models have for it. Sentence-Transformers gives each model an empty prompt `document`, which
 must not hide them."""
@@ -62,7 +63,7 @@ def load(
     if route is not None:
         from transformers import AutoTokenizer
 
-        from mote.inference.routing import AUTO, router_of
+        from mote.inference.routing import router_of
 
         require_known(route, [AUTO], "route")
         router = router_of(

@@ -21,11 +21,10 @@ from mote.data.columns import Example, read_examples
 from mote.data.rows import find_datasets
 from mote.data.settings import DatasetSource
 from mote.files import read_json, replaced, write_json
-from mote.inference.loading import load_encoder, weight_ids
+from mote.inference.loading import AUTO, load_encoder, weight_ids
 from mote.remote.configuration_mote import require_known
 from mote.remote.modeling_mote import MoTEModel
 
-AUTO = "auto"  # in place of a task
 ROUTER_FILE = "router.safetensors"  # task → weights of the mean embedding, and a bias: [H + 1]
 _ARGUMENTS = [*inspect.signature(MoTEModel.forward).parameters][1:]
 _TEXTS = 5000  # of a task, at most
