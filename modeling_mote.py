@@ -167,9 +167,10 @@ class MoTEModel(PreTrainedModel):
         self.backbone = _adapt(AutoModel.from_config(config.backbone_config) if backbone is None else backbone)
         named = inspect.signature(self.backbone.forward).parameters
         self.arguments = {*named, *TransformersKwargs.__annotations__, *TOKENIZER_EXTRAS, *self.own_arguments}
-        for index, layer in enumerate(self.layers):
+        layers = self.layers
+        for index, layer in enumerate(layers):
             if index in config.mote_layer_indices:
-                self.layers[index] = self._make_block(layer)
+                layers[index] = self._make_block(layer)
             else:
                 layer.register_forward_pre_hook(self._without_routing, with_kwargs=True)
         if "ForMaskedLM" in str(config.architectures) and self._auto_class == "AutoModel":
@@ -195,7 +196,8 @@ class MoTEModel(PreTrainedModel):
     @property
     def blocks(self) -> list[MoTEBlock]:
         """The blocks that have experts, in order."""
-        return [self.layers[index] for index in self.config.mote_layer_indices]
+        layers = self.layers  # looked up once
+        return [layers[index] for index in self.config.mote_layer_indices]
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the token embeddings, which all experts share."""
