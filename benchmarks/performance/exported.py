@@ -21,7 +21,7 @@ import mote
 from benchmarks.pairing import compare
 from benchmarks.performance.benchmark import Benchmark, Options, Target
 from mote.data.texts import find_texts, read_texts
-from mote.inference.runtimes import FILES, convert
+from mote.inference.runtimes import FILES, INT8, convert
 
 EXPERT = "search_query"
 LOWEST_MEAN = 0.99
@@ -81,13 +81,11 @@ def _paths(options: Options, folder: Path, notes: list[str]) -> Iterator[Way]:
             except (OSError, ValueError) as error:
                 notes.append(f"{title}{', int8' if quantize else ''} was not measured: {error}")
                 continue
+            file = out / (INT8 if quantize else FILES)[backend]  # OpenVINO has two, ONNX a file for each precision
+            weights = file if backend == "onnx" else file.parent
             for precision, settings in _precisions(backend):
                 name = ", ".join(filter(None, (title, quantize, precision)))
-                yield (
-                    name,
-                    partial(mote.load_exported, out, backend, ov_config=settings),
-                    (out / FILES[backend]).parent,
-                )
+                yield name, partial(mote.load_exported, out, backend, ov_config=settings), weights
 
 
 def _precisions(backend: str) -> list[tuple[str, dict[str, str] | None]]:

@@ -19,7 +19,7 @@ from benchmarks.performance.models import (
 )
 
 ROWS = 64
-FEW = ((4, 8), (4, 16), (4, 64), (16, 16), (16, 32), (16, 64))  # rows, length
+SHAPES = ((4, 8), (4, 16), (4, 64), (16, 16), (16, 32), (16, 64), (ROWS, 16), (ROWS, 128))  # rows, length
 
 
 def measure(options: Options) -> Benchmark:
@@ -30,9 +30,7 @@ def measure(options: Options) -> Benchmark:
     texts = real_texts(options, ROWS // len(TASKS))
     tasks = TASKS * (ROWS // len(TASKS))  # alternating: no two neighbours share an expert
     batches = {
-        **{f"{rows} x {length}": (made_up(dense, rows, length), tasks[:rows]) for rows, length in FEW},
-        f"{ROWS} x 16": (made_up(dense, ROWS, 16), tasks),
-        f"{ROWS} x 128": (made_up(dense, ROWS, 128), tasks),
+        **{f"{rows} x {length}": (made_up(dense, rows, length), tasks[:rows]) for rows, length in SHAPES},
         f"{ROWS} x 128, sorted by task": (made_up(dense, ROWS, 128), sorted(tasks)),
         "real texts": (tokenize(options, [text for row in zip(*texts.values(), strict=True) for text in row]), tasks),
         "real texts of one length": (_sorted_slice(options), tasks),

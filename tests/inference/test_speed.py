@@ -16,7 +16,7 @@ from transformers import AutoModel
 
 import mote
 from mote.inference import cuda_graphs
-from mote.inference.one_pass import SEVERAL, OnePass, Parts, cost
+from mote.inference.one_pass import SHARED_TOKEN, OnePass, Parts, cost
 from mote.remote.mixed_batch_mote import groups_of
 from mote.remote.modeling_mote import MoTEBlock
 
@@ -48,7 +48,7 @@ def test_rows_of_several_tasks_share_a_pass() -> None:
 
 @pytest.mark.parametrize("several", [1.0, 1.15])
 def test_each_row_is_in_one_part_of_its_expert(several: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SEVERAL, "cpu", several)
+    monkeypatch.setitem(SHARED_TOKEN, "cpu", several)
     group_rows, draw, mixed = OnePass(trained_mote("bert")), random.Random(0), 0
     for _ in range(100):
         count, length = draw.randint(1, 12), draw.randint(1, 60)

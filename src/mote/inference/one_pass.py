@@ -18,9 +18,9 @@ from mote.remote.mixed_batch_mote import PADDING_PER_GROUP, Group, groups_of, po
 if TYPE_CHECKING:
     from mote.remote.modeling_mote import MoTEBlock, MoTEModel
 
-# Both fit what docs/performance.md lists.
+# Costs that fit what docs/performance.md lists; on other devices the second is not measured.
 ANOTHER_EXPERT = 0.5  # cost of one more expert in a pass, in passes
-SEVERAL = defaultdict(lambda: 1.0, cpu=1.15)  # cost of a token in a pass of several experts, in tokens
+SHARED_TOKEN = defaultdict(lambda: 1.0, cpu=1.15)  # cost of a token in a pass of several experts, in tokens
 _running = threading.local()  # `.parts` of the layer that the thread runs
 
 
@@ -96,7 +96,7 @@ def cost(group: Group, device: str) -> float:
     """Estimate the cost of a pass on a kind of device, in tokens."""
     others = len(group.expert.parts) - 1 if isinstance(group.expert, Parts) else 0
     rows = group.rows.stop - group.rows.start if isinstance(group.rows, slice) else len(group.rows)
-    tokens = rows * group.length * (SEVERAL[device] if others else 1)
+    tokens = rows * group.length * (SHARED_TOKEN[device] if others else 1)
     return PADDING_PER_GROUP[device] * (1 + ANOTHER_EXPERT * others) + tokens
 
 
